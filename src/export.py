@@ -31,8 +31,7 @@ from lockstep.process.files import sha256_of
 from lockstep.process.project import REPOSITORY
 from lockstep.process.redact import redact_text
 from lockstep.process.script import is_true, run_with_options
-from lockstep.records.config import data_name, model_name
-from lockstep.records.folder import RUN_ID_PATTERN
+from lockstep.records.config import Config, data_name, model_name
 from lockstep.records.record import RunRecord
 
 log = logging.getLogger(__name__)
@@ -102,12 +101,16 @@ def device_of_check(overrides: list[str]) -> Any:
     import torch
 
     from lockstep.ranks.find import find_ranks
+    from lockstep.ranks.gpus import refuse_unusable_gpus
     from lockstep.training.prediction import prediction_config
 
     cluster = find_ranks(prediction_config(overrides))
     if cluster.world_size > 1:
         raise UserError("An export is checked in one process: give trainer=gpu or trainer=cpu.")
-    return torch.device("cuda", 0) if cluster.accelerator == "gpu" else torch.device("cpu")
+    if cluster.accelerator != "gpu":
+        return torch.device("cpu")
+    refuse_unusable_gpus([0])
+    return torch.device("cuda", 0)
 
 
 def largest_difference(model: Any, exported: Any, device: Any) -> float:
@@ -151,7 +154,7 @@ def _write_timm_weights(model: Any, backbone: Any, out: Path) -> Any:
     import timm
     from timm.models import save_for_hf
 
-    config = {"label_names": model.facts["class_names"], "pretrained_cfg": _run_tag(model)}
+    config = {"label_names": _label_names(model), "pretrained_cfg": _run_tag(model)}
     images = _images_config(model)
     save_for_hf(backbone, str(out), config, safe_serialization=True, data_config=images)
     return timm.create_model(f"local-dir:{out}", pretrained=True).eval()
@@ -165,7 +168,7 @@ def _write_own_weights(model: Any, out: Path) -> Any:
     config = {
         "architecture": model_name(model.config),
         "num_classes": num_outputs,
-        "label_names": facts["class_names"],
+        "label_names": _label_names(model),
         "model": _model_arguments(model, num_outputs),
         "pretrained_cfg": {**_run_tag(model), **_images_config(model), "num_classes": num_outputs},
     }
@@ -176,6 +179,11 @@ def _write_own_weights(model: Any, out: Path) -> Any:
     loaded = copy.deepcopy(model.net)
     loaded.load_state_dict(load_file(weights))
     return loaded
+
+
+def _label_names(model: Any) -> list[str]:
+    """Return the names of the outputs; features have none."""
+    return [] if _prediction_kind(model) == "features" else model.facts["class_names"]
 
 
 def _run_tag(model: Any) -> dict[str, str]:
@@ -287,7 +295,9 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
         model=model,
         record=model.record,
         kind=_prediction_kind(model),
-        metrics=_results_of_checkpoint(model.record, sha256),
+        metrics=_results_of_checkpoint(
+            model.record, sha256, is_test_whole=_tests_all_batches(model.config)
+        ),
         exported_config=exported_config,
         compared=compared,
         command=redact_text(model.record.command or ""),
@@ -299,7 +309,7 @@ def card_text(model: Any, out: Path, compared: dict[str, float]) -> str:
 
 
 def _prediction_kind(model: Any) -> str:
-    """Return the kind of a prediction: class, labels, number, mask, or another word."""
+    """Return the kind of a prediction: class, labels, number, mask, features or another word."""
     from tasks.classifier import ImageClassifier
     from tasks.multilabel import MultiLabel
 
@@ -307,23 +317,37 @@ def _prediction_kind(model: Any) -> str:
         return "class"
     if isinstance(model.module, MultiLabel):
         return "labels"
-    return model.facts.get("target") or "class"
+    target = model.facts.get("target") or "class"
+    # Only a task that makes more of the net's outputs has this option.
+    num_outputs = model.config["task"].get("outputs")
+    if target == "class" and num_outputs and num_outputs != model.facts["num_classes"]:
+        return "features"
+    return target
 
 
-def _results_of_checkpoint(record: RunRecord, sha256: str) -> dict[str, float]:
+def _results_of_checkpoint(
+    record: RunRecord, sha256: str, *, is_test_whole: bool
+) -> dict[str, float]:
     """Return the metrics that were measured with this very checkpoint.
 
-    These are accuracies in validation, and the test if it took all test images.
+    These are the best values in validation, and the test if it took all test images.
     """
     if record.best_checkpoint.sha256 != sha256:
         return {}
     num_tested = record.metrics.get("test/images", record.num_test)
-    prefixes = ("val/acc", "test/") if num_tested == record.num_test else ("val/acc",)
+    has_whole_test = num_tested == record.num_test and is_test_whole
     return {
         name: value
         for name, value in record.metrics.items()
-        if name.startswith(prefixes) and isinstance(value, float)
+        if isinstance(value, float)
+        and (name.endswith("_best") or (has_whole_test and name.startswith("test/")))
     }
+
+
+def _tests_all_batches(config: Config) -> bool:
+    """Return whether trainer.limit_test_batches limits nothing. The number 1 is one batch."""
+    limit = config.get("trainer", {}).get("limit_test_batches")
+    return limit is None or (isinstance(limit, float) and limit == 1.0)
 
 
 def call_hub(push_to: str, method: str, **arguments: Any) -> Any:
@@ -365,7 +389,7 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
     if push_to:
         repository = call_hub(push_to, "create_repo", repo_id=push_to, private=True, exist_ok=True)
 
-    out = Path(options["out"] or Path("exports") / _folder_name(model))
+    out = Path(options["out"] or Path("exports") / model.name)
     out.mkdir(parents=True, exist_ok=True)
     remove_earlier_export(out)
     compared: dict[str, float] = {}
@@ -437,17 +461,6 @@ def check_exportable(model: Any) -> None:
             f"The task predicts by {', '.join(parts)} beside its net, and an export is the net "
             "alone: make the layers a part of the net, which the task gets as net."
         )
-
-
-def _folder_name(model: Any) -> str:
-    """Return the run id, or the checkpoint's name if the id cannot name a folder.
-
-    A record that Lockstep has not written may have such an id.
-    """
-    run_id = str(model.record.run_id)
-    if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id:
-        return run_id
-    return model.path.stem
 
 
 def write_formats(

@@ -222,7 +222,8 @@ def check_positive(option: str, text: str) -> None:
 def refuse_existing_output(options: dict[str, str]) -> None:
     """Refuse to replace files that out= names, because they may be of another run.
 
-    Without out= the name contains the run's id, so the files are of the same run.
+    Without out= the name contains the run's id or the checkpoint's sha256, so the files are of the
+    same run.
     """
     if is_true(options, "overwrite") or not options["out"]:
         return
@@ -237,8 +238,7 @@ def refuse_existing_output(options: dict[str, str]) -> None:
 
 def default_output_name(model: Any, suffix: str) -> str:
     """Return the name of the output, which has the run's id or the checkpoint's name."""
-    name = (model.record.run_id or model.path.stem).replace("/", "_")
-    return f"predictions-{name}{suffix}"
+    return f"predictions-{model.name.replace('/', '_')}{suffix}"
 
 
 def find_image_files(images: str) -> dict[str, Path]:

@@ -27,7 +27,9 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.process.script import script
 from lockstep.ranks.placement import count_devices_per_rank, count_ranks_of_node
+from lockstep.records.batch import DEFAULT_GLOBAL_BATCH_SIZE, Batch
 from lockstep.runs.batch_search import run_train
+from lockstep.runs.batch_size import is_lockstep_data
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +136,7 @@ class Rehearsal:
     @property
     def per_device(self) -> int:
         """The images of one device in a micro-batch."""
-        global_batch_size = self.config["data"].get("global_batch_size", 128)
+        global_batch_size = self.config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
         return max(global_batch_size // (self.world_size * self.accumulate), 1)
 
     def start(self, folder: Path, images: int, compute: bool, **options: Any) -> int:
@@ -194,6 +196,10 @@ def rehearse_training(
         devices = 2 * count_devices_per_rank(trainer)
     num_nodes = 1 if trainer["num_nodes"] == "auto" else trainer["num_nodes"]
     rehearsal = Rehearsal(config, overrides, capability, run, nullgpu, devices, num_nodes)
+    if trainer["devices"] != "auto" and is_lockstep_data(config):
+        # The runs below have batches of their own, which always divide.
+        global_batch_size = config["data"].get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
+        Batch.cut(global_batch_size, rehearsal.world_size, rehearsal.accumulate)
     yield Line(
         "",
         f"{rehearsal.per_device} images per device, {rehearsal.ranks} of {rehearsal.world_size} "
@@ -343,7 +349,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 @script
 def main(argv: list[str]) -> int:
     """Train a few steps on simulated GPUs and log what was seen; return the exit code."""
-    arguments = [word for word in argv if not word.startswith("--cap")]
+    arguments = [word for word in argv if not word.startswith("--capability=")]
     capabilities = [word.partition("=")[2] for word in argv if word.startswith("--capability=")]
     capability = capabilities[0] if capabilities else "8.0"
 

@@ -46,7 +46,7 @@ def reached_from(script: str) -> set[Path]:
 
 # What is measured, and at most.
 LIMITS = {
-    "syntax nodes of src/": (lambda: source().nodes, 164_000),
+    "syntax nodes of src/": (lambda: source().nodes, 167_000),
     "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.3),
     "branches of one function": (lambda: source().most_branches, 10),
     "lines over 100 columns": (lambda: source().wide, 0),
@@ -55,7 +55,7 @@ LIMITS = {
         lambda: 1000 * source().tuple_assignments / source().code_lines,
         1,
     ),
-    "modules that src/train.py reaches": (lambda: len(reached_from("train")), 123),
+    "modules that src/train.py reaches": (lambda: len(reached_from("train")), 124),
     "lines in README.md": (lambda: len((ROOT / "README.md").read_text().splitlines()), 80),
 }
 

@@ -336,3 +336,32 @@ def test_a_model_that_is_loaded_changes_no_random_state(vit):
     before = torch.get_rng_state()
     load_finished(vit.record["run_id"], vit.logs)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_features_are_no_classes(tmp_path):
+    """As those of task=simclr, whose data have classes all the same."""
+    facts = {"class_names": ["a", "b"], "num_classes": 2, "image_size": 8, "channels": 3, "mean": [0.5] * 3,
+             "std": [0.2] * 3, "resize": 8, "fit": "crop", "interpolation": "bicubic", "data_hash": "0",
+             "target": "class"}  # fmt: skip
+    config = {"model": {"_target_": "a.B"}, "data": {"name": "d"}, "task": {"outputs": 512}}
+    (tmp_path / "config.json").write_text('{"architecture": "b", "model": {"a": 1}}')
+    path = tmp_path / "config.json"
+    model = FinishedModel(torch.nn.Linear(1, 512), config, facts, path, RunRecord())
+    text = card_text(model, tmp_path, {})
+    assert "give `logits` (batch, features)" in text and "Classes" not in text
+    assert "image-classification" not in text and export._label_names(model) == []
+    model.config["task"] = {}
+    assert export._label_names(model) == ["a", "b"] and "Classes" in card_text(model, tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_whole"), [(1.0, True), (None, True), (1, False), (0.5, False)]
+)
+def test_the_card_has_the_metrics_of_this_checkpoint(limit, is_whole):
+    """Those of the last validation may be of later weights."""
+    metrics = {"val/acc": 0.7, "val/acc_best": 0.8, "val/loss": 1.0, "test/map": 0.75}
+    record = RunRecord(metrics=metrics, num_test=10)
+    record.best_checkpoint.sha256 = "0"
+    tests_all = export._tests_all_batches({"trainer": {"limit_test_batches": limit}})
+    results = export._results_of_checkpoint(record, "0", is_test_whole=tests_all)
+    assert results == {"val/acc_best": 0.8, **({"test/map": 0.75} if is_whole else {})}

@@ -310,7 +310,7 @@ def test_the_page_of_every_run_is_that_of_its_record(folder, tmp_path, monkeypat
 
 
 def test_a_report_takes_all_runs_of_the_logbook():
-    assert 10 <= len(FOLDERS) <= 26, "not too many"
+    assert 10 <= len(FOLDERS) <= 32, "not too many"
     report = report_html("all", [read_run(folder) for folder in FOLDERS])
     assert all(folder.name in report for folder in FOLDERS)
 

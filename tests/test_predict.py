@@ -15,7 +15,7 @@ from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord
 from lockstep.training.inference import FinishedModel
 from lockstep.training.task import Task
-from predict import main
+from predict import default_output_name, main
 from runs import run_script, succeed
 
 
@@ -278,3 +278,19 @@ def test_a_small_number_keeps_its_digits(tmp_path):
     small, half = read(tmp_path / "p.csv")
     assert float(small["value"]) == pytest.approx(2.345678e-7, rel=1e-5)
     assert half["value"] == "0.500000"
+
+
+def test_checkpoints_of_one_name_have_outputs_of_their_own(tmp_path):
+    """Two runs of one length save best-step00000390.ckpt, and a file alone has no run id."""
+    models = []
+    for name in ("a", "b"):
+        path = tmp_path / name / "best-step00000390.ckpt"
+        path.parent.mkdir()
+        path.write_text(name)
+        models.append(FinishedModel(None, {}, {}, path, RunRecord()))
+    names = [default_output_name(model, ".csv") for model in models]
+    assert names[0].startswith("predictions-best-step00000390-ca978112") and names[0] != names[1]
+    models[0].record.run_id = "night"
+    assert default_output_name(models[0], ".csv") == "predictions-night.csv"
+    models[0].record.run_id = "../night"
+    assert default_output_name(models[0], ".csv") == names[0]

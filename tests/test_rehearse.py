@@ -139,6 +139,8 @@ def test_what_it_refuses(monkeypatch, capfd):
     for words, sentence in {
         "trainer=cpu": "This trainer uses no GPU: pass trainer=gpu, ddp or fsdp.",
         "trainer=gpu data.global_batch_size=max": "pass the number that find_batch_size.py --estimate prints",
+        "trainer=ddp trainer.devices=6 data.global_batch_size=512": "does not divide into 6 ranks",
+        "trainer=gpu --capabilty=7.5": "--capabilty=7.5",
     }.items():
         assert rehearse.main(["experiment=quickstart", *words.split()]) == 2
         assert nullgpu.missing() or sentence in "".join(capfd.readouterr()), words

@@ -24,6 +24,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
+from lockstep.config.keys import DEVICE_KEYS
+from lockstep.config.schema import key_of
 from lockstep.process.errors import EXIT_USER_ERROR, UserError
 from lockstep.records.trial import check_pruner
 
@@ -43,6 +45,8 @@ class LocalJobs(Launcher):
 
     def __init__(self, n_jobs: int | None = None) -> None:
         self.n_jobs = n_jobs
+        # An option that gives jobs other numbers of GPUs, if one varies.
+        self.swept_devices = ""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -54,16 +58,42 @@ class LocalJobs(Launcher):
         """Return the number of jobs at the same time, and the GPUs of each."""
         from lockstep.sweeps.local import plan_jobs
 
-        return plan_jobs(self.config.trainer, self.n_jobs)
+        number, gpus = plan_jobs(self.config.trainer, self.n_jobs)
+        if self.swept_devices and number > 1 and self.n_jobs is None:
+            log.info(
+                f"{self.swept_devices} varies, so the jobs run one at a time and each sees all "
+                "GPUs (hydra.launcher.n_jobs= changes that)."
+            )
+            return 1, []
+        return number, gpus
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
+        self._refuse_other_jobs(job_overrides, initial_job_idx)
+        texts = [set(overrides) for overrides in job_overrides]
+        for override in set().union(*texts) - texts[0].intersection(*texts):
+            if key_of(override) in DEVICE_KEYS:
+                self.swept_devices = key_of(override)
         with self.job_starter() as start:
             futures = []
             for number, overrides in enumerate(job_overrides, initial_job_idx):
                 futures.append(start(overrides, number))
             return [future.result() for future in futures]
+
+    def _refuse_other_jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> None:
+        """End the sweep before its first job if the folder of a job holds another job's run."""
+        from lockstep.sweeps.checks import refuse_other_job
+        from lockstep.sweeps.jobs import folder_of_job, words_of_job
+
+        sweep_dir = Path(str(self.config.hydra.sweep.dir)).resolve()
+        try:
+            for number, overrides in enumerate(job_overrides, first):
+                refuse_other_job(folder_of_job(sweep_dir, number), words_of_job(overrides))
+        except UserError as error:
+            # Hydra would print a traceback.
+            log.error(str(error))
+            raise SystemExit(EXIT_USER_ERROR) from None
 
     @contextmanager
     def job_starter(self) -> "Iterator[StartJob]":

@@ -6,6 +6,7 @@ python src/train.py loss=bce
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,4 +48,5 @@ class BinaryCrossEntropy(CrossEntropy):
         return F.binary_cross_entropy_with_logits(logits, shares, reduction="none").mean(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
+        # In 16 bits all logits from about 6 on would have the probability 1.
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()

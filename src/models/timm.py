@@ -5,15 +5,17 @@ python src/train.py model=timm model.name=hf-hub:timm/resnet18.a1_in1k       (or
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from lockstep.data.listing import warn_of_class_order
 from lockstep.process.errors import UserError
 from models.patch_conv import use_patch_conv
 from models.timm_weights import (
@@ -25,6 +27,8 @@ from models.timm_weights import (
     pretrained_config,
     shapes_by_name,
 )
+
+log = logging.getLogger(__name__)
 
 # The parts that VisionTransformer.forward_head uses.
 HEAD_PARTS = ("attn_pool", "fc_norm", "head_drop", "head", "head_dist")
@@ -42,6 +46,9 @@ class TimmModel(nn.Module):
         pretrained: load timm's weights, and download them if they are not there.
         weights: a local .safetensors or .pth file in place of the download. Its head is kept if it
             fits.
+        outputs_are_classes: the outputs are the logits of classes. Otherwise they are features of
+            the task, and a new head keeps its random values: zeros would never learn behind a ReLU.
+        class_names: the data's, for a warning where the head of the weights is kept.
         timm_arguments: further arguments of timm.create_model: patch_size, embed_dim, depth,
             num_heads, drop_path_rate, …
 
@@ -58,6 +65,8 @@ class TimmModel(nn.Module):
         name: str | None = None,
         pretrained: bool = True,
         weights: str | None = None,
+        outputs_are_classes: bool = True,
+        class_names: Sequence[str] | None = None,
         **timm_arguments: Any,
     ) -> None:
         super().__init__()
@@ -80,10 +89,16 @@ class TimmModel(nn.Module):
         is_head_new = loads_timm_weights and config.get("num_classes") != num_classes
         if weights is not None:
             is_head_new = load_weights(self.backbone, Path(weights), str(name), channels)
-        if is_head_new:
-            for head in layer_names(self.backbone, "classifier"):
-                for parameter in self.backbone.get_submodule(head).parameters():
-                    nn.init.zeros_(parameter)
+        has_weights = loads_timm_weights or weights is not None
+        if is_head_new and outputs_are_classes:
+            self._zero_head()
+        elif has_weights and not is_head_new and class_names:
+            warn_of_class_order(weights or str(name), class_names)
+
+    def _zero_head(self) -> None:
+        for head in layer_names(self.backbone, "classifier"):
+            for parameter in self.backbone.get_submodule(head).parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.backbone(images)
@@ -288,6 +303,7 @@ def _create_backbone(request: _BackboneRequest) -> nn.Module:
     offline_reason = go_offline_without_network() if request.pretrained else ""
     backbone = _try_build(request, offline_reason)
     if isinstance(backbone, nn.Module):
+        _warn_of_unseen_border(backbone, request)
         return backbone.train()
 
     failure = backbone
@@ -297,6 +313,25 @@ def _create_backbone(request: _BackboneRequest) -> nn.Module:
     if _is_img_size_unknown(failure):
         failure = backbone
     raise _explain_failure(request, failure) from failure
+
+
+@rank_zero_only
+def _warn_of_unseen_border(backbone: nn.Module, request: _BackboneRequest) -> None:
+    """Warn if the patches of a ViT do not cover the image."""
+    from timm.layers import PatchEmbed
+
+    embedding = getattr(backbone, "patch_embed", None)
+    if not isinstance(embedding, PatchEmbed) or embedding.dynamic_img_pad:
+        return
+    patch_size = max(embedding.patch_size)
+    unseen = request.image_size % patch_size
+    if unseen:
+        covered = request.image_size - unseen
+        log.warning(
+            f"{request.name} does not see the last {unseen} of {request.image_size} rows and "
+            f"columns, as its patches have {patch_size} pixels: give data.image_size={covered} or "
+            f"{covered + patch_size}."
+        )
 
 
 def _try_build(request: _BackboneRequest, offline_reason: str) -> nn.Module | Exception:

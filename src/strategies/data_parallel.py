@@ -30,6 +30,7 @@ class DataParallel(Capabilities, SingleDeviceStrategy):
     def __init__(self, num_gpus: int | None = None) -> None:
         super().__init__(device=torch.device("cuda", 0))
         count = num_gpus or torch.cuda.device_count()
+        self.replicas = count
         self.process_devices = [torch.device("cuda", index) for index in range(count)]
 
     def model_to_device(self) -> None:

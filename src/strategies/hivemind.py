@@ -88,6 +88,7 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
                 "trainer.precision=bf16-mixed or 32-true."
             )
         self.trainer = trainer
+        self._refuse_options(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # hivemind's processes that start while this peer joins end with it.
@@ -95,6 +96,19 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
             os.register_at_fork(after_in_child=partial(_end_with_parent, joining_pids))
             self._join()
             joining_pids.clear()
+
+    def _refuse_options(self, trainer) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise UserError(
+                f"trainer=hivemind makes the steps itself, and "
+                f"{type(trainer.lightning_module).__name__} calls its optimizer: choose "
+                "trainer=ddp_sim."
+            )
+        if trainer.gradient_clip_algorithm == "value":
+            raise UserError(
+                "trainer=hivemind clips the norm of the gradient: leave "
+                "trainer.gradient_clip_algorithm out."
+            )
 
     def _join(self) -> None:
         """Find the other peers and let hivemind's optimizer take the place of the run's."""
@@ -107,6 +121,12 @@ class Hivemind(Capabilities, SingleDeviceStrategy):
         scheduler = None
         if self.lr_scheduler_configs:
             schedule = self.lr_scheduler_configs[0]
+            if schedule.interval == "epoch":
+                raise UserError(
+                    "trainer=hivemind steps a schedule at each step of the swarm, and "
+                    f"{type(schedule.scheduler).__name__} counts epochs: give scheduler=cosine, "
+                    "step, wsd or none."
+                )
             # hivemind steps the schedule, Lightning never does.
             schedule.interval = "swarm step"
             scheduler = schedule.scheduler

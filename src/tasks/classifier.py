@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lockstep.process.errors import UserError
@@ -72,6 +73,14 @@ class Counts:
         self.calibration += is_in_bin.T @ torch.stack([ones, hits, confidence], dim=1)
 
 
+class TrainingSmoothing(nn.CrossEntropyLoss):
+    """Cross-entropy that smooths labels in training alone, so that recipes are comparable."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+
+
 class ImageClassifier(Task):
     """Train `net`. Log val/… and test/… exactly: each image counts once over all ranks.
 
@@ -108,7 +117,7 @@ class ImageClassifier(Task):
             )
         self.num_classes = num_classes
         self.test_time_flip = test_time_flip
-        self.loss = loss or nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+        self.loss = loss or TrainingSmoothing(label_smoothing=label_smoothing)
         self.metrics = prepare_metrics(metrics or {}, num_classes)
         self.counts: Counts | None = None
         # [true][predicted] images of the test, over all ranks

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.data.listing import warn_of_class_order
 from lockstep.process.errors import UserError
 from tasks.classifier import ImageClassifier
 
@@ -63,6 +64,9 @@ class Distillation(ImageClassifier):
         device = self.trainer.strategy.root_device
         data = getattr(self.trainer, "datamodule", None)
         teacher, facts = self._load_teacher()
+        class_names = getattr(data, "class_names", None)
+        if "class_names" not in facts and class_names:
+            warn_of_class_order(str(self.teacher_source), class_names)
         self._check_teacher(facts, data)
         self._unregistered_teacher = [teacher.to(device).eval().requires_grad_(False)]
         self.rescale = compute_rescaling(facts, data, device)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lockstep.process.errors import UserError
 from tasks.classifier import ImageClassifier
 
 
@@ -28,6 +30,16 @@ class SharpnessAware(ImageClassifier):
         super().__init__(net, num_classes=num_classes, **parts)
         self.radius = radius
         self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        schedule = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise UserError(
+                "task=manual_optimization steps its schedule without a metric, which "
+                "ReduceLROnPlateau needs: take another schedule, as scheduler=cosine."
+            )
+        return configured
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         images, targets = batch

@@ -12,6 +12,7 @@ from torchmetrics.classification import MultilabelAveragePrecision
 
 from lockstep.process.errors import UserError
 from lockstep.training.task import Task
+from tasks.classifier import check_logits
 
 # torchmetrics ignores this label.
 UNKNOWN = -1
@@ -38,6 +39,7 @@ class MultiLabel(Task):
             raise UserError(
                 "task=multilabel needs two labels or more: for one of them take task=classifier."
             )
+        self.num_classes = num_classes
         self.register_buffer("pos_weight", torch.tensor(positive_weight), persistent=False)
         self.average_precision = MultilabelAveragePrecision(
             num_classes, average=None, ignore_index=UNKNOWN
@@ -52,7 +54,9 @@ class MultiLabel(Task):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        losses = losses_of_labels(self.net(images), targets, self.pos_weight)
+        logits = self.net(images)
+        check_logits(logits, self.num_classes)
+        losses = losses_of_labels(logits, targets, self.pos_weight)
         # The mean of an image is over its known labels, so that it does not depend on the other
         # images of its rank. The loss of an image without any is 0, not nan.
         num_known = (~targets.isnan()).sum(1).clamp(min=1)
@@ -72,7 +76,7 @@ class MultiLabel(Task):
         is_present = targets > 0.5
         self.count(loss=losses[is_known], acc=((logits > 0) == is_present)[is_known])
         # torchmetrics takes a batch of logits that all lie in [0, 1] for probabilities.
-        probabilities = logits.sigmoid()
+        probabilities = probabilities_of_labels(logits)
         self.average_precision.update(probabilities, is_present.long().where(is_known, UNKNOWN))
         self.label_counts += is_present.sum(0)
         num_known = is_known.sum(1).clamp(min=1)
@@ -90,7 +94,15 @@ class MultiLabel(Task):
 
     def predict_step(self, batch: Tensor | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return probabilities (B, num_classes)."""
-        return self.net(batch if isinstance(batch, Tensor) else batch[0]).sigmoid()
+        return probabilities_of_labels(self.net(batch if isinstance(batch, Tensor) else batch[0]))
+
+
+def probabilities_of_labels(logits: Tensor) -> Tensor:
+    """Return the sigmoid in 32 bits or more.
+
+    In 16 bits all logits from about 6 on would have the probability 1, and no order.
+    """
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
 
 def losses_of_labels(logits: Tensor, labels: Tensor, pos_weight: Tensor | None = None) -> Tensor:

@@ -59,7 +59,9 @@ class Regression(Task):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         standardised = (targets - self.mean) / self.std
-        return F.huber_loss(self.net(images).squeeze(1), standardised)
+        outputs = self.net(images)
+        _check_outputs(outputs)
+        return F.huber_loss(outputs.squeeze(1), standardised)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         predictions = self.predict_step(batch, batch_idx)
@@ -104,3 +106,16 @@ class Regression(Task):
         if not error <= FOLDED_ERROR * std:
             head.load_state_dict(state)
             self.mean, self.std = mean, std
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Raise UserError if a net does not return one number for each image."""
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == 1:
+        return
+    what = f"a {type(outputs).__name__}"
+    if isinstance(outputs, Tensor):
+        what = f"the shape {tuple(outputs.shape)}"
+    raise UserError(
+        f"task=regression needs a net that returns one number for each image, (images, 1), and "
+        f"this one returns {what}: give a net of model=, as model=small_cnn."
+    )

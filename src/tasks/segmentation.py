@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.process.errors import UserError
 from lockstep.training.task import Task
 
 
@@ -35,7 +36,9 @@ class Segmentation(Task):
         self.register_buffer("confusion", confusion, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.interpolate(self.net(images), images.shape[2:], mode="bilinear")
+        logits = self.net(images)
+        _check_maps(logits, self.num_classes)
+        return F.interpolate(logits, images.shape[2:], mode="bilinear")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, masks = batch
@@ -85,3 +88,17 @@ class Segmentation(Task):
         """Return the class of each pixel, (B, H, W)."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return self(images).argmax(1)
+
+
+def _check_maps(logits: Any, num_classes: int) -> None:
+    """Raise UserError if a net does not return a map for each class."""
+    if not isinstance(logits, Tensor):
+        outputs = f"a {type(logits).__name__}"
+    elif logits.ndim != 4 or logits.shape[1] != num_classes:
+        outputs = f"outputs of the shape {tuple(logits.shape[1:])} for an image"
+    else:
+        return
+    raise UserError(
+        f"task=segmentation needs a net that returns logits (images, {num_classes}, height, "
+        f"width), and this one returns {outputs}: give model=unet, or a net of your own."
+    )

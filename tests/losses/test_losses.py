@@ -148,3 +148,9 @@ def test_a_loss_of_another_library_replaces_the_options():
 def test_bad_options_are_refused(cls, options, says):
     with pytest.raises(UserError, match=says):
         cls(3, COUNTS, **options)
+
+
+def test_probabilities_of_16_bits_keep_their_order():
+    loss = BinaryCrossEntropy(2, [1, 1])
+    probabilities = loss.probabilities(torch.tensor([[8.0, 12.0]], dtype=torch.bfloat16))
+    assert probabilities[0, 0] < probabilities[0, 1] < 1

@@ -318,3 +318,53 @@ def test_patches_by_a_matrix_product_are_those_of_the_convolution(channels, size
     mine, theirs = (torch.autograd.grad((out**2).sum(), wanted) for out in (found, expected))
     torch.testing.assert_close(mine, theirs)
     assert not any(isinstance(module, PatchConv) for module in plain("resnet18").modules())
+
+
+def test_new_features_on_pretrained_weights_start_at_random(tmp_path):
+    """Zeros would never learn behind the ReLU of a projection, as that of task=simclr."""
+    weights = tmp_path / "weights.safetensors"
+    save_file(tiny(num_classes=10).backbone.state_dict(), weights)
+    pixels = torch.randn(4, 3, 16, 16)
+    classes = tiny(num_classes=4, weights=str(weights))
+    features = tiny(num_classes=4, weights=str(weights), outputs_are_classes=False)
+    assert not classes(pixels).any()
+    features(pixels).relu().sum().backward()
+    assert features.backbone.blocks[0].attn.qkv.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options", "said"),
+    [
+        ("vit_tiny_patch16_224", 250, {}, "the last 10 of 250 rows and columns"),
+        ("vit_tiny_patch16_224", 240, {}, ""),
+        ("vit_tiny_patch16_224", 250, {"dynamic_img_pad": True, "dynamic_img_size": True}, ""),
+        ("resnet10t", 250, {}, ""),
+    ],
+)
+def test_a_border_that_patches_do_not_cover_is_named(name, size, options, said, caplog):
+    plain(name, size, **options)
+    warned = [record.getMessage() for record in caplog.records]
+    assert [message for message in warned if "does not see" in message] == [
+        message for message in warned if said
+    ]
+    if said:
+        assert said in warned[0] and "data.image_size=240 or 256" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_warned"),
+    [
+        (["tench", "cock", "hen"], True),
+        (["n01440764", "n01443537", "n01484850"], False),
+        (["0", "1", "2"], False),
+    ],
+)
+def test_a_kept_head_has_the_classes_in_its_own_order(names, is_warned, tmp_path, caplog):
+    weights = tmp_path / "weights.safetensors"
+    save_file(tiny(num_classes=3).backbone.state_dict(), weights)
+    tiny(num_classes=3, weights=str(weights), class_names=names)
+    assert ("classes in their order (tench, cock, hen, …)" in caplog.text) == is_warned
+    assert ("brings its own 3 outputs" in caplog.text) == is_warned
+    caplog.clear()
+    tiny(num_classes=3, class_names=["tench", "cock", "hen"])
+    assert "brings its own" not in caplog.text, "no weights, no order"

@@ -169,3 +169,38 @@ def test_two_peers_a_late_third_and_a_killed_one(tmp_path):
         assert result["accuracy"] >= 0.97
         assert result["swarm"]["steps"] == EPOCHS * (1293 // 256)
     assert results[0]["weights"] == pytest.approx(results[1]["weights"], rel=0.02)
+
+
+@pytest.mark.skipif(missing, reason="needs hivemind")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"automatic_optimization": False}, "makes the steps itself, and SimpleNamespace calls"),
+        ({"gradient_clip_algorithm": "value"}, "clips the norm of the gradient"),
+    ],
+)
+def test_options_that_a_swarm_would_ignore_are_refused(options, said):
+    module = SimpleNamespace(automatic_optimization=options.get("automatic_optimization", True))
+    trainer = SimpleNamespace(
+        precision="32-true",
+        lightning_module=module,
+        gradient_clip_algorithm=options.get("gradient_clip_algorithm"),
+    )
+    with pytest.raises(UserError, match=said):
+        Hivemind().setup(trainer)
+
+
+@pytest.mark.skipif(missing, reason="needs hivemind")
+def test_a_schedule_of_epochs_is_refused_in_a_swarm():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    peer = Hivemind()
+    peer.optimizers = [optimizer]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    peer.lr_scheduler_configs = [SimpleNamespace(interval="epoch", scheduler=schedule)]
+    data = SimpleNamespace(per_device_batch_size=4)
+    peer.trainer = SimpleNamespace(
+        datamodule=data, estimated_stepping_batches=9, gradient_clip_val=None
+    )
+    with pytest.raises(UserError, match="ExponentialLR counts epochs: give scheduler=cosine"):
+        peer._join()

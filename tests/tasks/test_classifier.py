@@ -84,6 +84,11 @@ def test_what_the_optimizer_refuses_is_one_sentence():
             "step",
             [0.16, 2.08, 4.0],
         ),
+        (
+            partial(CyclicLR, base_lr=0.0, max_lr=1.0, step_size_up=2, cycle_momentum=False),
+            "step",
+            [0.0, 0.5, 1.0],
+        ),
         (linear, "step", [1.0, 0.8, 0.6]),
     ],
 )
@@ -132,6 +137,9 @@ def test_an_epoch_has_as_many_steps_as_lightning_makes():
     classifier.trainer.accumulate_grad_batches = 2
     classifier.configure_optimizers()
     assert told == [3]
+    classifier.trainer.num_training_batches = 50
+    classifier.configure_optimizers()
+    assert told.pop() == 25, "the training ends within the first epoch"
     classifier.trainer.num_training_batches = math.inf  # data without a length
     classifier.configure_optimizers()
     assert told == [3, 5], "the steps of the training"
@@ -288,3 +296,14 @@ def test_a_perfect_first_epoch_is_reported(classes, warns, caplog):
         trainer.fit(classifier, loader, loader)
     said = [record.message for record in caplog.records if record.name == "tasks.classifier"]
     assert len(said) == warns and all("100 % in the first epoch" in each for each in said)
+
+
+def test_label_smoothing_is_of_the_training_alone():
+    logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 1])
+    smooth = ImageClassifier(nn.Identity(), num_classes=2, label_smoothing=0.2)
+    plain = ImageClassifier(nn.Identity(), num_classes=2)
+    expected = nn.functional.cross_entropy(logits, labels, label_smoothing=0.2)
+    torch.testing.assert_close(smooth.train().loss(logits, labels), expected)
+    torch.testing.assert_close(
+        smooth.eval().loss(logits, labels), plain.eval().loss(logits, labels)
+    )

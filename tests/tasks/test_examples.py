@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import shapes
 from faults import signal_at_step
@@ -627,3 +627,47 @@ def test_precisions_that_round_targets_and_counts():
     regression.trainer = SimpleNamespace(precision="bf16-true")
     with pytest.raises(UserError, match="rounds the targets of task=regression to 16 bits"):
         regression.setup("fit")
+
+
+def test_probabilities_of_16_bits_keep_their_order():
+    """In bfloat16 the sigmoid of 8 and of 12 are both 1."""
+    task = MultiLabel(torch.nn.Identity(), num_classes=2)
+    probabilities = task.predict_step(torch.tensor([[8.0, 12.0]], dtype=torch.bfloat16), 0)
+    assert probabilities.dtype == torch.float32 and probabilities[0, 0] < probabilities[0, 1] < 1
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "said"),
+    [
+        (
+            Segmentation(torch.nn.Flatten(), num_classes=2),
+            (torch.rand(2, 1, 2, 2), torch.zeros(2, 2, 2, dtype=torch.long)),
+            r"logits \(images, 2, height, width\).*outputs of the shape \(4,\).*model=unet",
+        ),
+        (
+            Regression(torch.nn.Flatten(), mean=0.0, std=1.0),
+            (torch.rand(2, 1, 2, 2), torch.zeros(2)),
+            r"one number for each image.*the shape \(2, 4\)",
+        ),
+        (
+            MultiLabel(torch.nn.Flatten(), num_classes=2),
+            (torch.rand(2, 1, 2, 2), torch.zeros(2, 2)),
+            "gives 4 logits for an image and the data have 2 classes",
+        ),
+    ],
+)
+def test_a_net_of_another_task_is_refused(task, batch, said):
+    with pytest.raises(UserError, match=said):
+        task.training_step(batch, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plateau_is_refused_in_manual_optimization():
+    task = SharpnessAware(
+        torch.nn.Linear(2, 2),
+        num_classes=2,
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        scheduler=partial(ReduceLROnPlateau),
+    )
+    with pytest.raises(UserError, match="without a metric, which ReduceLROnPlateau needs"):
+        fit(task, data=[(torch.rand(2), i % 2) for i in range(4)], batch_size=2, max_epochs=1)

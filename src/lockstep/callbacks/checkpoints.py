@@ -39,6 +39,9 @@ from lockstep.records.metric_names import better_direction, is_metric_of
 
 log = logging.getLogger(__name__)
 
+# Between log points a save waits this much longer.
+LATE_S = 30.0
+
 
 @dataclass
 class EndedEpoch:
@@ -200,14 +203,24 @@ class Checkpoints(pl.Callback):
     def _is_save_due(self, trainer: pl.Trainer) -> bool:
         """Return whether every_minutes have passed on rank 0.
 
-        Only log points ask, because each answer is a collective.
+        Log points ask, because each answer is a collective. Where they are rare, the ranks vote
+        once a save is late.
         """
-        if self.every_minutes is None or trainer.global_step == self.saved_step:
+        if self.every_minutes is None or not resume_point.ends_step(trainer):
             return False
-        if not resume_point.ends_step(trainer) or trainer.global_step % trainer.log_every_n_steps:
+        if trainer.global_step == self.saved_step:
             return False
-        is_over = time.monotonic() - self.saved_at > 60 * self.every_minutes
-        return trainer.strategy.broadcast(is_over, src=0)
+        late_s = time.monotonic() - self.saved_at - 60 * self.every_minutes
+        if trainer.global_step % trainer.log_every_n_steps:
+            return self._vote_on_save(trainer, late_s > LATE_S)
+        return trainer.strategy.broadcast(late_s > 0, src=0)
+
+    def _vote_on_save(self, trainer: pl.Trainer, is_late: bool) -> bool:
+        callbacks: list[Any] = trainer.callbacks
+        interruption = next((one for one in callbacks if hasattr(one, "votes")), None)
+        if interruption is None:
+            return False
+        return interruption.votes["save"](is_late and trainer.is_global_zero)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_due = self._is_last_due(trainer)
@@ -236,7 +249,7 @@ class Checkpoints(pl.Callback):
         if (
             epochs == trainer.max_epochs
             or resume_point.steps_are_over(trainer)
-            or trainer.should_stop
+            or resume_point.stops_now(trainer)
             or self._stops_after_epoch
         ):
             return True
@@ -295,6 +308,7 @@ class Checkpoints(pl.Callback):
         self._check_monitor(trainer)
         value = self._mean_over_ranks(trainer)
         if math.isnan(value):
+            self._warn_of_nan(trainer)
             return False
         if self.best_value is not None:
             is_better = value > self.best_value if self.mode == "max" else value < self.best_value
@@ -302,6 +316,11 @@ class Checkpoints(pl.Callback):
                 return False
         self.best_value = value
         return True
+
+    def _warn_of_nan(self, trainer: pl.Trainer) -> None:
+        is_logged = self.monitor in trainer.callback_metrics
+        if self.best_value is None and is_logged and trainer.is_global_zero:
+            log.warning(f"No best checkpoint yet: task.monitor={self.monitor} is nan.")
 
     def _mean_over_ranks(self, trainer: pl.Trainer) -> float:
         """Return the monitored metric, or its mean if the ranks have logged different values.

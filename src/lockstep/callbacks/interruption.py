@@ -125,7 +125,7 @@ class Interruption(pl.Callback):
             # An exception that a signal raised in the middle of an import may be lost.
             self.request_stop(signals.first_signal_name())
 
-        kinds = ("train", "evaluate", "time")
+        kinds = ("train", "evaluate", "time", "save")
         self.votes = {kind: Vote(trainer.world_size, group) for kind in kinds}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -11,7 +11,7 @@ from lockstep.records.folder import RunFolder
 from lockstep.storage.errors import S3Error
 from lockstep.storage.pointers import read_pointers, refuse_other_run
 from lockstep.storage.s3 import Bucket
-from lockstep.storage.uploader import Uploader
+from lockstep.storage.uploader import FLUSH_TIMEOUT_S, Uploader
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ class S3Upload(pl.Callback):
     Args:
         required: end the run before training if the bucket cannot be written. Without it the run
             trains, and the uploads are tried again.
-        flush_timeout_s: how long the end of fit may wait for files that are not uploaded yet.
+        flush_timeout_s: how long the end of fit may wait for files that are not uploaded yet; None:
+            as long as by default.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class S3Upload(pl.Callback):
         uri: str,
         endpoint_url: str | None = None,
         required: bool = True,
-        flush_timeout_s: float = 300.0,
+        flush_timeout_s: float | None = FLUSH_TIMEOUT_S,
     ) -> None:
         self.folder = RunFolder(Path(run_folder))
         self.bucket = Bucket(uri, endpoint_url)
         self.required = required
-        self.flush_timeout_s = flush_timeout_s
+        self.flush_timeout_s = FLUSH_TIMEOUT_S if flush_timeout_s is None else flush_timeout_s
         self.uploader: Uploader | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lockstep.callbacks import plateau
 from lockstep.callbacks.speed import Speed
-from lockstep.checkpoints.resume_point import ends_epoch, ends_step, steps_are_over
+from lockstep.checkpoints.resume_point import ends_epoch, ends_step, steps_are_over, stops_now
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.ranks.collectives import gather_for_checkpoint
@@ -138,7 +138,7 @@ class TrainingLog(pl.Callback):
 
         is_interval_end = is_step_end and self.step % trainer.log_every_n_steps == 0
         is_regular = is_interval_end or ends_epoch(trainer)
-        is_final_batch = steps_are_over(trainer) or trainer.should_stop
+        is_final_batch = steps_are_over(trainer) or stops_now(trainer)
         # All ranks reach a log point at the same batch: it is a collective.
         if (is_regular or is_final_batch) and self.step > self.speed.began_step:
             self._log_point(trainer, module, is_regular)

@@ -201,7 +201,8 @@ class LoaderState:
         loaders = fetcher.combined_loader.flattened
         stateful = [loader for loader in loaders if has_state(loader)]
         self.random_before_epoch = self.random_before_batches = None
-        if self._rank_part("random") is None and len(stateful) < len(loaders):
+        is_exact = all(hasattr(loader, "order_on_any_ranks") for loader in loaders)
+        if self._rank_part("random") is None and not is_exact:
             self._warn_of_changed_ranks()
 
         if self.point.phase == EPOCH_END:
@@ -276,7 +277,8 @@ class LoaderState:
             log.warning(
                 f"The checkpoint is from {len(self.stored_states['random'])} rank(s), and this "
                 f"start has {self.trainer.world_size}: batches and random numbers differ from "
-                "those of a run without a stop, because the training loader has no state_dict."
+                "those of a run without a stop, because only the batches of Lockstep's own data "
+                "modules do not depend on the ranks."
             )
 
     def _replay(self, fetcher: Any, replay: dict[str, Any]) -> None:

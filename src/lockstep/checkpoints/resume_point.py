@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping
 
 TRAINING = "training"
 VALIDATION = "validation"
@@ -42,8 +43,8 @@ class ResumePoint:
         is_last: whether the last step of the epoch is done.
         missing_micro_batches: how many micro-batches the last step of the epoch has fewer than
             accumulate_grad_batches.
-        limits_when_ended: max_epochs and max_steps of a training that a callback ended, as
-            EarlyStopping does.
+        limits_when_ended: max_epochs, max_steps and the patience of EarlyStopping in a training
+            that a callback ended.
         max_time_when_ended_s: trainer.max_time in seconds, if it ended the training.
     """
 
@@ -167,6 +168,14 @@ def is_ended_by_callback(trainer: pl.Trainer) -> bool:
     return trainer.should_stop and not steps_are_over(trainer) and not is_out_of_time(trainer)
 
 
+def stops_now(trainer: pl.Trainer) -> bool:
+    """Return whether a callback ends the training, and min_epochs and min_steps let it."""
+    epochs = trainer.fit_loop.epoch_progress.current.processed
+    has_epochs = epochs >= (trainer.min_epochs or 0)
+    has_steps = trainer.global_step >= (trainer.min_steps or 0)
+    return trainer.should_stop and has_epochs and has_steps
+
+
 def is_out_of_time(trainer: pl.Trainer) -> bool:
     """Return whether trainer.max_time has ended the training."""
     clock = find_max_time(trainer)
@@ -180,10 +189,17 @@ def find_max_time(trainer: pl.Trainer) -> Any:
     return clocks[0] if clocks else None
 
 
+def _limits_of(trainer: pl.Trainer) -> list[int | None]:
+    """Return max_epochs, max_steps and the patience of each EarlyStopping, also Lightning's own."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    stoppers = [one for one in callbacks if isinstance(one, EarlyStopping)]
+    return [trainer.max_epochs, trainer.max_steps, *(one.patience for one in stoppers)]
+
+
 def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
     """Return the point with the limits of a training that a callback or max_time has ended."""
     if is_ended_by_callback(trainer):
-        return replace(point, limits_when_ended=[trainer.max_epochs, trainer.max_steps])
+        return replace(point, limits_when_ended=_limits_of(trainer))
     if is_out_of_time(trainer):
         return replace(point, max_time_when_ended_s=find_max_time(trainer).seconds)
     return point
@@ -191,7 +207,10 @@ def add_end(point: ResumePoint, trainer: pl.Trainer) -> ResumePoint:
 
 def restore_end(trainer: pl.Trainer, point: ResumePoint) -> None:
     """End a training that had ended at this point, unless this start has other limits."""
-    trainer.should_stop = point.limits_when_ended == [trainer.max_epochs, trainer.max_steps]
+    earlier_limits = point.limits_when_ended
+    # Checkpoints of earlier versions have the first two.
+    limits = _limits_of(trainer)[: len(earlier_limits or ())]
+    trainer.should_stop = bool(limits) and earlier_limits == limits
     clock = find_max_time(trainer)
     earlier_limit_s = point.max_time_when_ended_s
     if clock is not None and earlier_limit_s is not None and clock.seconds <= earlier_limit_s:

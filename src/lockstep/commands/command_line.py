@@ -57,6 +57,10 @@ class Command:
         config = whole_config(cfg)
         configure_logging(verbose=config["verbose"], quiet=config["quiet"])
         refuse_secrets(config)
+        if config.get("snapshot"):
+            from lockstep.commands.snapshot import refuse_if_not_snapshot
+
+            refuse_if_not_snapshot()
         return config
 
 
@@ -71,7 +75,7 @@ def read_command(config_name: str, argv: list[str], description: str) -> Command
         UserError: an option of another program, or a folder that is not there.
         CommandEnded: the command has been answered.
     """
-    if "snapshot=true" in map(str.lower, argv):
+    if "snapshot=true" in (word.lower().lstrip("+") for word in argv):
         from lockstep.commands.snapshot import run_from_snapshot
 
         run_from_snapshot(argv)

@@ -17,6 +17,12 @@ log = logging.getLogger(__name__)
 SNAPSHOT_VARIABLE = "LOCKSTEP_SNAPSHOT"
 
 
+def refuse_if_not_snapshot() -> None:
+    """Raise UserError if this process does not run from a snapshot, as where a yaml asks for it."""
+    if SNAPSHOT_VARIABLE not in environment():
+        raise UserError("snapshot: true works on the command line alone: give snapshot=true.")
+
+
 def run_from_snapshot(argv: list[str]) -> None:
     """Start the same command, in this process, from a git worktree with the uncommitted changes.
 

@@ -99,6 +99,9 @@ def _expected_value(key: str, value: Any, default: Any) -> str | None:
 
 
 def _is_valid(key: str, value: Any, default: Any) -> bool:
+    # Without max_epochs a training ends by max_steps or max_time.
+    if value is None and key.startswith("trainer.") and key != "trainer.max_epochs":
+        return type(default) not in (int, float)
     if value is None or value in (default, keys.WORD_OF_NUMBER.get(key)):
         return True
     # The type of an interpolation is known when it has been resolved.

@@ -18,6 +18,9 @@ from lockstep.process.errors import UserError
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 # Keys of a node that are for hydra.utils.instantiate, not arguments.
 HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+# Parts of annotations, as `int | None`.
+NUMBER = re.compile(r"\b(int|float)\b")
+MAY_BE_NONE = re.compile(r"\b(None|Optional|Any)\b")
 # The beginning of an annotation that takes a tuple, as `tuple[int, int] | None`.
 TUPLE_ANNOTATION = re.compile(r"(<class '|typing\.|Optional\[|Union\[)*[Tt]uple\b")
 
@@ -85,6 +88,7 @@ def build(
     options = node.keys() - {*HYDRA_KEYS} | arguments.keys()
     if not takes_any_name:
         _refuse_unknown(options, parameters, target)
+    _refuse_null_numbers(node, parameters, target)
     options |= positional_parameters(node, parameters)
     for key in (defaults or {}).keys() & parameters.keys() - options:
         arguments[key] = (defaults or {})[key]
@@ -101,6 +105,15 @@ def _refuse_unknown(options: Iterable[str], parameters: Mapping[str, Any], targe
         close_names = difflib.get_close_matches(key, parameters, 1)
         hint = f"did you mean {close_names[0]}? It" if close_names else "it"
         raise UserError(f"{target} has no option {key!r}: {hint} has {', '.join(parameters)}.")
+
+
+def _refuse_null_numbers(
+    node: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], target: str
+) -> None:
+    for key in node.keys() & parameters.keys():
+        annotation = str(parameters[key].annotation)
+        if node[key] is None and NUMBER.search(annotation) and not MAY_BE_NONE.search(annotation):
+            raise UserError(f"{key}=null: give a number, as {target} takes no null.")
 
 
 def _instantiate(

@@ -190,7 +190,10 @@ NAME_KEYS = (
     "data.cache_dir",
     "data.group",
     "data.images",
+    "data.label_column",
+    "data.label_columns",
     "data.name",
+    "data.path_column",
     "data.root",
     "data.sampling",
     "experiment_name",
@@ -220,6 +223,8 @@ WORD_OF_NUMBER = {
 NODE_KEYS = ("trainer.compile", "trainer.strategy")
 # Hydra and the project set them, and nobody types them.
 INTERNAL_KEYS = ("_target_", "_partial_", "task_name", "sweep_dir", "trial")
+# These overrides give a run another number of GPUs.
+DEVICE_KEYS = ("experiment", "trainer", "trainer.devices", "trainer.process_devices")
 # These keys set the length of a training, over which a schedule stretches.
 LENGTHS = ("trainer.max_epochs", "trainer.max_steps")
 

@@ -96,18 +96,29 @@ def help_text(configs: Path, config_name: str, description: str) -> str:
         for option in sort_everyday_first(group, options):
             mark = "*" if (group, option.name) in defaults else " "
             lines.append(f"  {mark} {option.name:22} {option.description}")
-    lines += ["", "  * chosen by default", "", "Keys (docs/options.md has those of every option):"]
-    for key in (
-        *keys_in_yaml(main_yaml),
-        *keys_in_yaml(configs / "trainer" / "default.yaml", "trainer"),
-    ):
-        lines.append(f"  {key.name + '=' + key.default:44} {key.comment}")
+    lines += ["", "  * chosen by default", ""]
+    lines.append("Keys of the defaults (`make docs` lists those of all options):")
+    for key in _default_keys(configs, main_yaml, sorted(defaults)):
+        lines.append(f"  {key.name + '=' + key.default:44} {key.comment}".rstrip())
     lines += [
         "",
         "Hydra: -m sweeps (optimizer.lr=1e-3,1e-2), --cfg job prints the config, "
         "--info explains it.",
     ]
     return "\n".join(lines)
+
+
+def _default_keys(configs: Path, main_yaml: Path, defaults: list[tuple[str, str]]) -> list[Key]:
+    """Return the keys of the main yaml and of the options that it chooses, each once."""
+    keys = keys_in_yaml(main_yaml)
+    for group, option in (("trainer", "default"), ("data", "default"), *defaults):
+        path = configs / group / f"{option}.yaml"
+        if path.is_file():
+            keys += keys_in_yaml(path, group, commented=False)
+    first: dict[str, Key] = {}
+    for key in keys:
+        first.setdefault(key.name, key)
+    return list(first.values())
 
 
 def sort_everyday_first(group: str, options: list[Option]) -> list[Option]:

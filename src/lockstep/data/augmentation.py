@@ -107,7 +107,9 @@ def mix(images: Tensor, labels: Tensor, mixing: Tensor, num_classes: int) -> tup
     if labels.ndim != 2:
         labels = F.one_hot(labels, num_classes).float()
     targets = labels.unflatten(0, (-1, 2))
-    soft_targets = targets * share + targets.flip(1) * (1 - share)
+    # A label that is not known is nan, and stays out of pairs that are not mixed.
+    others_targets = torch.where(share < 1, targets.flip(1), 0.0)
+    soft_targets = targets * share + others_targets * (1 - share)
     return mixed.flatten(0, 1), soft_targets.flatten(0, 1)
 
 

@@ -76,11 +76,16 @@ class TrainBatches:
     `len()` counts micro-batches. `state_dict()` counts global batches, so that accumulation and
     world size may differ between saving and loading. Lightning finds `set_epoch` through `sampler`.
 
+    Attributes:
+        order_on_any_ranks: tells a resume that the global batches do not depend on the ranks.
+
     Args:
         indices: positions of the training images.
         sampling: how the images of an epoch are drawn; None: each one once, in random order.
         repeats_first_epoch: repeat the order and augmentation of epoch 0 (overfit_batches).
     """
+
+    order_on_any_ranks = True
 
     def __init__(
         self,

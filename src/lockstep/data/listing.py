@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
+
 from lockstep.data.decoding import ARRAY_SUFFIX, SUFFIXES
 from lockstep.process.errors import UserError
+
+log = logging.getLogger(__name__)
 
 TRAIN = 0
 VAL = 1
@@ -264,3 +269,22 @@ def resolve_root(root: str | Path | None, description: str) -> Path:
     if not root:
         raise UserError(f"data.root= is missing: give {description}.")
     return Path(root).expanduser().absolute()
+
+
+@rank_zero_only
+def warn_of_class_order(name: str, class_names: Sequence[str]) -> None:
+    """Warn if a kept head of ImageNet may have its classes in another order than the data.
+
+    timm's weights have the order of the folder names of ImageNet, n01440764, n01443537, ….
+    Numbers that rise are taken for timm's own.
+    """
+    if all(re.fullmatch(r"n\d{8}", class_name) for class_name in class_names):
+        return
+    if list(class_names) == [str(number) for number in range(len(class_names))]:
+        return
+    first_names = ", ".join(class_names[:3])
+    log.warning(
+        f"{name} brings its own {len(class_names)} outputs, and they are taken for this data's "
+        f"classes in their order ({first_names}, …). If theirs is another, rename the folders or "
+        "labels so that sorting gives it."
+    )

@@ -169,9 +169,12 @@ class SplitRule:
         for chosen in choices:
             if _keeps_each_class(chosen, positions, labels):
                 return chosen
+        advice = f"give data.{draw.option}=0"
+        if draw.option == "test_fraction":
+            advice = "leave the class out"
         raise UserError(
             f"{draw.text} would draw {count} of {len(positions)} images, but a class has no second "
-            f"{part}: each keeps one to train on. Add images, or give data.{draw.option}=0."
+            f"{part}: each keeps one to train on. Add images, or {advice}."
         )
 
     def _draw_fold(

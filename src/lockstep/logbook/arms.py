@@ -97,9 +97,13 @@ class Arms:
         """The arms with a finished run, the best mean first."""
         arms = []
         for name in self.settings:
-            runs = [run for run in self.runs if run.arm == name and math.isfinite(run.value)]
+            # A search may try the same settings and seed again, which says nothing more.
+            runs: dict[str, ArmRun] = {}
+            for run in self.runs:
+                if run.arm == name and math.isfinite(run.value):
+                    runs.setdefault(run.repeat, run)
             if runs:
-                arms.append(Arm(name, runs))
+                arms.append(Arm(name, list(runs.values())))
         return sorted(arms, key=lambda arm: arm.values.mean, reverse=not self.minimize)
 
     @property
@@ -199,7 +203,7 @@ class Arms:
         best = self.ranked[0]
         tried = f"{len(self.settings)} settings were tried on the same validation images"
         name = f"best: {best.name}"
-        total = sum(run.arm == best.name for run in self.runs)
+        total = len({run.repeat for run in self.runs if run.arm == best.name})
         if len(best.runs) < total:
             # The settings that fail for some seeds are seldom the best ones.
             name += f" (by {len(best.runs)} of its {total} runs)"

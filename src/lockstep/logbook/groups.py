@@ -8,10 +8,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.keys import REPEAT_KEYS
+from lockstep.config.keys import FOLD_KEY, REPEAT_KEYS
 from lockstep.logbook.arms import ArmRun, Arms, best_of, refuse_equal_repeats
 from lockstep.logbook.compare import caution_about, unfair_differences
 from lockstep.logbook.folders import RecordedRun
@@ -115,6 +116,9 @@ def make_arms(groups: dict[str, list[RecordedRun]]) -> Arms:
     runs = []
     for name, members in groups.items():
         runs += [_arm_run(name, run, metric) for run in members]
+    if len({run.config.get(FOLD_KEY) for run in all_runs}) == 1:
+        # A fold that all runs share repeats nothing.
+        runs = [replace(run, fold_ratio=0.0) for run in runs]
     refuse_equal_repeats(runs)
     _refuse_shared_runs(runs)
     # A run of a script of one's own has no config.

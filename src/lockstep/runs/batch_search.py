@@ -265,6 +265,7 @@ def _build_overrides(
         "trainer.max_steps": 2,
         "trainer.limit_train_batches": 2 * accumulate,
         "trainer.limit_val_batches": 1,
+        "trainer.val_check_interval": 1.0,
         "test": False,
         "pictures": False,
         "logbook": "null",

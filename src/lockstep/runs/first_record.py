@@ -53,6 +53,8 @@ def begin_record(run: Run, earlier_record: RunRecord | None, largest_batch: dict
     record = first_record(run)
     if earlier_record is None:
         write_config(run)
+        # A start of this id that has trained nothing may have left its own.
+        run.folder.code_diff.unlink(missing_ok=True)
         if record.code["dirty"]:
             _write_code_diff(run)
     with locked_record(run.folder.record_path):

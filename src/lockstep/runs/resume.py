@@ -187,7 +187,14 @@ def find_reached_limit(config: Config, earlier_config: Config, record: RunRecord
     # A callback, as EarlyStopping, may have ended the run before its limits.
     names = ("max_epochs", "max_steps", "max_time")
     is_unchanged = all(limits.get(name) == earlier_limits.get(name) for name in names)
+    is_unchanged &= _patience_of(config) == _patience_of(earlier_config)
     return unit if is_unchanged or _has_reached(unit, limits, record) else None
+
+
+def _patience_of(config: Config) -> list[Any]:
+    """Return the patience of each callback that has one."""
+    nodes = (config.get("callbacks") or {}).values()
+    return [node["patience"] for node in nodes if node and "patience" in node]
 
 
 def _has_reached(unit: str, limits: Limits, record: RunRecord) -> bool:

@@ -66,6 +66,7 @@ INTERVALS_S = {"last": 600.0, "best": 0.0, "files": 60.0}
 SUFFIXES = (".yaml", ".json", ".csv", ".md", ".svg", ".png", ".txt", ".diff", ".log")
 # A stopped run has already waited for uploads, and a run with refused input has trained nothing.
 SHORT_TIMEOUT_S = 5.0
+FLUSH_TIMEOUT_S = 300.0
 NOT_YET = "not uploaded yet"
 
 
@@ -364,7 +365,7 @@ def _final_uploader(s3: Mapping[str, Any] | None, folder: RunFolder) -> Uploader
 
 
 def _flush_timeout_s(s3: Mapping[str, Any] | None, is_short: bool) -> float:
-    timeout_s = 300.0
+    timeout_s = FLUSH_TIMEOUT_S
     if s3 and s3.get("flush_timeout_s") is not None:
         timeout_s = float(s3["flush_timeout_s"])
     if is_short:

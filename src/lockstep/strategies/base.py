@@ -38,6 +38,7 @@ class Capabilities:
         scales_losses: the strategy can scale losses, which fp16 needs.
         spreads_net: the strategy replaces the forward of the module's `net`, which must exist.
         micro_batches: the number of parts in which a batch goes through the net.
+        replicas: the copies of the net in one process; each takes a part of the batch.
         process_devices: the devices of one process if it computes on several; one may occur twice.
     """
 
@@ -47,6 +48,7 @@ class Capabilities:
     scales_losses = True
     spreads_net = False
     micro_batches = 1
+    replicas = 1
     process_devices: Sequence[torch.device] = ()
 
     @staticmethod

@@ -1,19 +1,21 @@
 """Refuse a sweep before its first job trains, if one of its jobs cannot work."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compose import CONFIGS, compose, describe_error, whole_config
-from lockstep.config.keys import REPEAT_KEYS
+from lockstep.config.keys import REPEAT_KEYS, may_resume_change
 from lockstep.config.overrides import CommandLine, config_folders, is_choice, quote_names
 from lockstep.config.schema import key_of, yaml_files
 from lockstep.config.suggestions import missing_option
 from lockstep.process.errors import UserError
 from lockstep.process.redact import refuse_secrets
 from lockstep.ranks.find import find_ranks
+from lockstep.records.folder import RunFolder
 from lockstep.runs.checks import check_before_start
+from lockstep.runs.resume import read_earlier_config
 from lockstep.sweeps.against import AGAINST
 
 LOCAL_LAUNCHER = "hydra_plugins.lockstep_sweeps.LocalJobs"
@@ -140,3 +142,28 @@ def refuse_used_folder(sweep_dir: Path, overrides: list[str]) -> None:
             f"hydra.sweep.dir={sweep_dir} holds runs of another sweep, as {runs[0]}: give another "
             "folder, or resume=auto to continue that sweep by the same command."
         )
+
+
+def refuse_other_job(folder: RunFolder, overrides: list[str]) -> None:
+    """Raise UserError if the folder of a job holds the run of a job with another recipe.
+
+    Jobs are numbered in order, so more seeds or values give other numbers to the same jobs.
+    """
+    earlier_config = read_earlier_config(folder)
+    if earlier_config is None:
+        return
+    earlier = _recipe_of(map(str, earlier_config.get("overrides") or ()))
+    recipe = _recipe_of(overrides)
+    differing = sorted(key for key in earlier | recipe if earlier.get(key) != recipe.get(key))
+    if differing:
+        before = " ".join(earlier.get(key, f"no {key}") for key in differing)
+        raise UserError(
+            f"{folder.path} is the run of another job ({before}), because a sweep with other "
+            "values numbers its jobs in another order: give another hydra.sweep.dir."
+        )
+
+
+def _recipe_of(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the overrides that no resume may change, by their keys."""
+    texts = {key_of(override): override for override in overrides}
+    return {key: text for key, text in texts.items() if not may_resume_change(key)}

@@ -15,7 +15,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from lockstep.sweeps.checks import (
     parse_sweep_overrides,
     refuse_impossible_jobs,
     refuse_missing_options,
+    refuse_other_job,
     refuse_used_folder,
 )
 from lockstep.sweeps.ranking import Job, format_ranking, group_into_arms, is_minimized
@@ -66,6 +68,8 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         shutil.rmtree(sweep_dir / RESULTS_FOLDER, ignore_errors=True)
     program = str(Path(sys.argv[0]).resolve())
     earlier_times = _times_of_results(sweep_dir)
+    # File systems round times.
+    began_ns = time.time_ns() - 10**9
 
     def start_job(cfg: Any) -> float | None:
         """Run one job; launchers other than the project's own, such as submitit, call this."""
@@ -82,9 +86,13 @@ def run_sweep(config_name: str, overrides: list[str]) -> int:
         jobs = _read_jobs(sweep_dir)
         if jobs:
             _report(jobs, sweep_dir, cfg, command)
-    # A continued search also reports the jobs of its earlier starts.
+    # A continued search also reports the jobs of its earlier starts, in this folder or another.
     times = _times_of_results(sweep_dir)
-    codes = [job.exit_code for job in jobs if times[job.number] != earlier_times.get(job.number)]
+    codes = []
+    for job in jobs:
+        time_ns = times[job.number]
+        if time_ns != earlier_times.get(job.number) and time_ns >= began_ns:
+            codes.append(job.exit_code)
     return max(codes, default=0)
 
 
@@ -150,6 +158,19 @@ def unescape(override: str) -> str:
     return f"{override.partition('=')[0]}={quote_value(value)}"
 
 
+def folder_of_job(sweep_dir: Path, number: int) -> RunFolder:
+    return RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
+
+
+def words_of_job(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides of a job as a command line has them, without those of the sweep."""
+    return [
+        unescape(override)
+        for override in overrides
+        if key_of(override) not in ("run_id", "sweep_dir", "trial")
+    ]
+
+
 def run_job(
     cfg: Any, hydra: Any, program: str, environ: Mapping[str, str] | None = None, output: Any = None
 ) -> float:
@@ -165,14 +186,12 @@ def run_job(
     number = hydra.job.num
     trial = cfg.get("trial")
     # A trial that an earlier start of the search has begun has a folder of another sweep.
-    folder = RunFolder(Path(trial.folder) if trial else sweep_dir / f"{sweep_dir.name}_{number}")
+    folder = RunFolder(Path(trial.folder)) if trial else folder_of_job(sweep_dir, number)
 
-    overrides = [
-        unescape(override)
-        for override in hydra.overrides.task
-        if key_of(override) not in ("run_id", "sweep_dir", "trial")
-    ]
+    overrides = words_of_job(hydra.overrides.task)
     log.info(f"\njob {number}: {' '.join(overrides)}")
+    if not trial:
+        refuse_other_job(folder, overrides)
     start = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
     start += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]
     is_requeued = int(environment().get("SLURM_RESTART_COUNT") or 0) > 0
@@ -186,6 +205,9 @@ def run_job(
 
     job = _describe_end(number, code, overrides, folder, str(cfg.optimized_metric))
     _write_job(sweep_dir, job)
+    if trial:
+        # A later start of the search looks beside the run.
+        _write_job(folder.path.parent, job)
     return job.value
 
 

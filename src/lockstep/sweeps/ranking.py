@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.config.keys import REPEAT_KEYS
+from lockstep.config.keys import FOLD_KEY, REPEAT_KEYS
 from lockstep.config.schema import key_of
 from lockstep.logbook.arms import BASELINE, ArmRun, Arms
 from lockstep.process.errors import UserError
@@ -142,7 +142,8 @@ def group_into_arms(jobs: Sequence[Job], sweep_dir: Path, metric: str, *, minimi
             " ".join(sorted(repeats)),
             job.value,
             job.tested,
-            job.fold_ratio,
+            # A fold that all jobs share repeats nothing.
+            job.fold_ratio if FOLD_KEY in map(key_of, repeats) else 0.0,
         )
         runs.append(run)
     if len({run.arm for run in runs}) > 1:

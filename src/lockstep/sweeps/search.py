@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
+from lockstep.config.keys import kind_of
 from lockstep.config.overrides import quote_value
+from lockstep.config.schema import key_of
 from lockstep.process.errors import UserError
 from lockstep.records.folder import RunFolder
 from lockstep.records.record import RunRecord, read_record
 from lockstep.records.trial import build_pruner, journal_storage
 from lockstep.runs.run_lock import is_alive
+from lockstep.sweeps.jobs import RESULTS_FOLDER
 from lockstep.sweeps.local import StartJob
 from lockstep.sweeps.ranking import is_minimized
 from lockstep.sweeps.stopping import stop_signals
@@ -55,6 +59,8 @@ class Search:
                 "Nothing to search. Pass a range, such as "
                 "'optimizer.lr=tag(log,interval(1e-4,1e-1))'."
             )
+        for override in self.ranges:
+            _check_range(override)
         self.fixed = [
             f"{override.get_key_element()}={override.get_value_element_as_str()}"
             for override in overrides
@@ -66,6 +72,21 @@ class Search:
         self.started_trials: set[int] = set()
         self.study = self._open_study(study_name, folder, seed)
         self._refuse_other_runs()
+        self._copy_earlier_results()
+
+    def _copy_earlier_results(self) -> None:
+        """Copy how the jobs of earlier starts have ended, so that the report is on all trials."""
+        target = self.sweep_dir / RESULTS_FOLDER
+        for trial in self.study.trials:
+            if "folder" not in trial.user_attrs:
+                continue
+            source = _find_run_folder(trial).path.parent / RESULTS_FOLDER
+            if source == target:
+                continue
+            for path in source.glob(f"{trial.number}-*"):
+                target.mkdir(parents=True, exist_ok=True)
+                # The time of the file tells the jobs of this start from others.
+                shutil.copy2(path, target / path.name)
 
     def _refuse_other_runs(self) -> None:
         """Refuse a folder with runs of another search: a trial would go on with one of them."""
@@ -216,19 +237,26 @@ class Search:
             load_if_exists=True,
             pruner=build_pruner(self.pruner),
         )
-        earlier_space = study.user_attrs.get("search", space)
-        if earlier_space != space:
-            raise UserError(
-                f"The study {name} is another search ({' '.join(earlier_space)}): pass "
-                f"hydra.sweeper.study=NAME for a new one, or remove {path}."
-            )
-        study.set_user_attr("search", space)
+        recipe = sorted(override for override in self.fixed if _is_compared(override))
+        for attribute, current in (("search", space), ("fixed", recipe)):
+            earlier = study.user_attrs.get(attribute, current)
+            if earlier != current:
+                raise UserError(
+                    f"The study {name} is another search ({' '.join(earlier) or 'no options'}): "
+                    f"pass hydra.sweeper.study=NAME for a new one, or remove {path}."
+                )
+            study.set_user_attr(attribute, current)
         log.info(f"study {name} in {path}: {len(study.trials)} trials so far")
 
         # With the same seed a second start would propose the trials of the first one again.
         sampler_seed = None if seed is None else seed + len(study.trials)
         study.sampler = optuna.samplers.TPESampler(seed=sampler_seed)
         return study
+
+
+def _is_compared(override: str) -> bool:
+    """Return whether trials with another value of this option cannot be compared."""
+    return kind_of(key_of(override)).is_compared
 
 
 def _find_run_folder(trial: Any) -> RunFolder:
@@ -262,6 +290,17 @@ def share_of_whole_runs(finished_s: Sequence[float], pruned_s: Sequence[float]) 
 def _name_study(parts: list[str]) -> str:
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return f"search-{digest[:8]}"
+
+
+def _check_range(override: Override) -> None:
+    """Refuse an interval that Optuna cannot search."""
+    value = override.value()
+    if not isinstance(value, IntervalSweep):
+        return
+    if value.start > value.end:
+        raise UserError(f"{override.input_line}: give the smaller end of the interval first.")
+    if "log" in value.tags and value.start <= 0:
+        raise UserError(f"{override.input_line}: a logarithmic interval begins above 0.")
 
 
 def suggest_value(trial: Any, override: Override) -> Any:

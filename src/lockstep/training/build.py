@@ -103,6 +103,7 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
         _check_loaders(module, run)
     is_compiled = False
     if checkpoint is None:
+        _refuse_automatic_options(module, run)
         is_compiled = should_compile(module, data, run, strategy)
         prepare_net(module, data, run, strategy, is_compiled)
         if initial_checkpoint is not None:
@@ -126,6 +127,23 @@ def _load_task_weights(module: Any, checkpoint: Checkpoint, run: Run) -> None:
     if isinstance(module, Task):
         check_fits(module, checkpoint["state_dict"], str(run.checkpoint), model_name(run.config))
         module.load_state_dict(checkpoint["state_dict"])
+
+
+def _refuse_automatic_options(module: Any, run: Run) -> None:
+    """Refuse accumulation and clipping for a module that calls its optimizer itself."""
+    if module.automatic_optimization:
+        return
+    name = type(module).__name__
+    if run.batch.accumulate > 1:
+        raise UserError(
+            f"{name} calls its optimizer itself, so it cannot accumulate the gradients of "
+            f"{run.batch.accumulate} batches: give trainer.accumulate_grad_batches=1."
+        )
+    if run.trainer_config["gradient_clip_val"]:
+        raise UserError(
+            f"{name} calls its optimizer itself: leave trainer.gradient_clip_val out, and call "
+            "self.clip_gradients in its training_step."
+        )
 
 
 def _check_loaders(module: Any, run: Run) -> None:
@@ -166,6 +184,12 @@ def build_strategy(run: Run) -> Any:
             f"{type(strategy).__name__}, where {strategy_capabilities.no_ema}: leave it out, or "
             "choose trainer=ddp (on CPUs ddp_sim)."
         )
+    parts = strategy_capabilities.micro_batches * strategy_capabilities.replicas
+    if options["sync_batchnorm"] and parts > 1:
+        raise UserError(
+            f"trainer.sync_batchnorm=true joins ranks, and {type(strategy).__name__} normalises "
+            f"each of {parts} parts of a batch by itself: leave it out, or choose trainer=ddp."
+        )
     return strategy
 
 
@@ -202,7 +226,8 @@ def prepare_net(module: Any, data: Any, run: Run, strategy: Any, is_compiled: bo
 
 def _check_batch_norm(module: Any, data: Any, run: Run, strategy: Any) -> None:
     """Refuse BatchNorm over single images, and log if its result depends on the ranks."""
-    parts = run.batch.accumulate * capabilities(strategy).micro_batches
+    can = capabilities(strategy)
+    parts = run.batch.accumulate * can.micro_batches * can.replicas
     images = run.batch.global_size // (run.cluster.world_size * parts) * getattr(data, "views", 1)
     note = check_batch_norm(
         module,

@@ -117,6 +117,10 @@ def build_module(
     # The net is built first, so that random numbers of other parts do not change its weights.
     if "net" in open_names:
         shape = net_shape(facts, num_outputs, target)
+        # Only a task that makes classes of the net's features has the option `outputs`.
+        shape["outputs_are_classes"] = not task.get("outputs")
+        if "class_names" in facts and not task.get("outputs"):
+            shape["class_names"] = facts["class_names"]
         parts["net"] = build_net(config, shape, trainable=trainable, has_checkpoint=has_checkpoint)
     if trainable:
         _refuse_unused_rules(config, open_names)

@@ -21,8 +21,10 @@ from lockstep.config.instantiate import parameters_of, resolve_target
 from lockstep.data.framing import Framing
 from lockstep.data.reading import Reading
 from lockstep.process.errors import UserError
+from lockstep.process.files import sha256_of
 from lockstep.process.project import REPOSITORY
 from lockstep.records.config import Config, model_name
+from lockstep.records.folder import RUN_ID_PATTERN
 from lockstep.records.record import RunRecord, read_record
 from lockstep.storage.fetch import locate_checkpoint
 from lockstep.training.build_data import DataFacts, build_prepared_data, build_user_data
@@ -49,6 +51,18 @@ class FinishedModel:
     facts: DataFacts
     path: Path
     record: RunRecord
+
+    @property
+    def name(self) -> str:
+        """The run's id. Without a record it is the checkpoint's name and the start of its sha256.
+
+        Checkpoints of two runs may have the same name.
+        """
+        # A record that Lockstep has not written may have an id that cannot name a folder.
+        run_id = self.record.run_id or ""
+        if RUN_ID_PATTERN.fullmatch(run_id) and ".." not in run_id:
+            return run_id
+        return f"{self.path.stem}-{sha256_of(self.path)[:8]}"
 
     @property
     def net(self) -> nn.Module:

@@ -3,7 +3,7 @@
 Without such an option, the optimizer gets all parameters as one group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -62,6 +62,7 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     rules: GroupRules,
     lr: float,
+    head_beside_net: Set[str] = frozenset(),
 ) -> list[Group]:
     """Return one group for each pair of a learning rate and a weight decay.
 
@@ -69,15 +70,18 @@ def parameter_groups(
     before a quarter. The groups are those of timm's param_groups_layer_decay.
 
     Args:
-        named_parameters: the parameters to train, by their names in `net`. Parameters beside the
-            net have other names.
+        named_parameters: the parameters to train with their names. Those beside the net have the
+            full rate.
         lr: the optimizer's learning rate.
+        head_beside_net: the names of the parameters of a head that the task has beside the net.
 
     Returns:
         Groups with their own `lr`, and `lr_scale`, its ratio to the optimizer's.
     """
     head = head_names(net)
     layers = layer_numbers(net)
+    # A parameter beside the net may have a name that is also in the net.
+    name_in_net = {id(parameter): name for name, parameter in net.named_parameters()}
     last_layer = max(layers.values(), default=0)
     names_without_decay: set[str] = (
         net.undecayed_names() if hasattr(net, "undecayed_names") else set()
@@ -85,9 +89,16 @@ def parameter_groups(
 
     groups: dict[tuple[float, bool], Group] = {}
     for name, parameter in named_parameters:
-        depth = last_layer - layers.get(name, last_layer)
+        if id(parameter) in name_in_net:
+            name = name_in_net[id(parameter)]
+            depth = last_layer - layers.get(name, last_layer)
+            is_head = name in head
+        else:
+            depth = 0
+            is_head = name in head_beside_net
+
         scale = (rules.layer_decay or 1.0) ** depth
-        if name in head:
+        if is_head:
             scale *= rules.head_lr_factor
         is_decayed = rules.decay_norms or _has_weight_decay(name, parameter, names_without_decay)
 

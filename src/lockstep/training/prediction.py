@@ -31,6 +31,7 @@ from lockstep.process.output import format_duration
 from lockstep.ranks.collectives import has_ranks
 from lockstep.ranks.failures import log_failure
 from lockstep.ranks.find import Cluster, set_rank_environment
+from lockstep.ranks.gpus import refuse_unusable_gpus
 from lockstep.ranks.placement import one_process_options
 from lockstep.ranks.process_group import all_or_none, create_process_group
 from lockstep.records.config import Config
@@ -76,7 +77,9 @@ def prediction_ranks(trainer: Config, cluster: Cluster) -> Iterator[torch.device
     """Meet the other ranks, if there are any; yield the device of this rank."""
     device = torch.device("cpu")
     if cluster.accelerator == "gpu":
-        device = torch.device("cuda", cluster.local_rank or 0)
+        index = cluster.local_rank or 0
+        refuse_unusable_gpus([index])
+        device = torch.device("cuda", index)
         torch.set_float32_matmul_precision(trainer.get("matmul_precision", "high"))
     torch.set_num_threads(count_threads(trainer))
     ignore_expected_warnings()

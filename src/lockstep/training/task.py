@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lockstep.config.instantiate import parameters_of
 from lockstep.process.errors import UserError
-from lockstep.training.parameter_groups import GroupRules, parameter_groups
+from lockstep.training.parameter_groups import GroupRules, head_names, parameter_groups
 
 # These fused optimizers of torch 2.14 take DTensors.
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
@@ -197,9 +197,10 @@ class Task(pl.LightningModule):
         arguments = {key: value for key, value in lengths.items() if takes_any_name or key in names}
         limits = _limits_of_groups(self.scheduler_factory, optimizer)
         schedule = self.scheduler_factory(optimizer, **arguments, **limits)
-        # torch's own schedules take no lengths, and count epochs.
+        # torch's own schedules take no lengths, and count epochs. A cycle counts steps.
         options: dict[str, Any] = {"scheduler": schedule}
-        options["interval"] = "step" if arguments else "epoch"
+        is_per_step = arguments or isinstance(schedule, CyclicLR)
+        options["interval"] = "step" if is_per_step else "epoch"
         if isinstance(schedule, ReduceLROnPlateau):
             options["monitor"] = self.monitor
             if not self.monitor.startswith("train/"):
@@ -223,7 +224,7 @@ class Task(pl.LightningModule):
         elif self.rules != GroupRules():
             keywords = factory.keywords
             lr = keywords["lr"] if "lr" in keywords else options["lr"].default
-            parameters = parameter_groups(self.net, trainable_parameters, self.rules, float(lr))
+            parameters = self._group_parameters(trainable_parameters, float(lr))
         else:
             parameters = [parameter for _, parameter in trainable_parameters]
 
@@ -237,6 +238,13 @@ class Task(pl.LightningModule):
             ) from None
         optimizer.register_load_state_dict_pre_hook(_keep_kernel)
         return optimizer
+
+    def _group_parameters(
+        self, named_parameters: list[tuple[str, nn.Parameter]], lr: float
+    ) -> list[dict[str, Any]]:
+        # A task may join the features of the net to its classes in a head of its own.
+        own_head = {name for name in head_names(self) if not name.startswith("net.")}
+        return parameter_groups(self.net, named_parameters, self.rules, lr, own_head)
 
     def _training_lengths(self) -> dict[str, int]:
         """Return the numbers of optimizer steps of the whole training and of an epoch.
@@ -253,7 +261,10 @@ class Task(pl.LightningModule):
             )
 
         accumulate = self.trainer.accumulate_grad_batches
-        batches = min(self.trainer.num_training_batches, total_steps * accumulate)
+        batches = self.trainer.num_training_batches
+        if batches == math.inf:
+            # Data without a length: the training is one epoch.
+            batches = total_steps * accumulate
         return {"total_steps": int(total_steps), "steps_per_epoch": math.ceil(batches / accumulate)}
 
     def _kernel_options(self, options: Mapping[str, Any], is_sharded: bool) -> dict[str, bool]:

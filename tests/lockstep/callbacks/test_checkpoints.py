@@ -16,7 +16,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from local_ranks import meet, run_ranks
+from lockstep.callbacks import checkpoints
 from lockstep.callbacks.checkpoints import Checkpoints, refuse_non_finite
+from lockstep.callbacks.interruption import Interruption
 from lockstep.checkpoints.files import Sidecar, complete_checkpoints, newest_whole, write_sidecar
 from lockstep.checkpoints.io import CheckpointFiles, copy_to_host, write_checkpoint
 from lockstep.checkpoints.load import load_on_all_ranks, read_checkpoint
@@ -406,3 +408,36 @@ def test_a_metric_of_whole_validations_alone_is_taken(tmp_path):
     )
     trainer.fit(Late(), datamodule=Numbers())
     assert callback.best_value == 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("minutes", "steps"), [(0.4, []), (0.0, [3])])
+def test_a_save_that_is_late_waits_for_no_log_point(minutes, steps, tmp_path, monkeypatch):
+    """Every step takes 20 s here, and the first log point would be the step 50."""
+    clock = iter(range(0, 10**6, 20))
+    saved = []
+
+    class Slow(Small):
+        def on_train_batch_start(self, *_):
+            self.now = next(clock)
+
+    module = Slow()
+    callback = Checkpoints(tmp_path, every_minutes=minutes)
+    clock_of_module = SimpleNamespace(monotonic=lambda: getattr(module, "now", 0))
+    monkeypatch.setattr(checkpoints, "time", clock_of_module)
+    monkeypatch.setattr(
+        callback, "save", lambda trainer, *kinds: saved.append((trainer.global_step, kinds))
+    )
+    fit(module, Interruption(), callback, batches=4, max_epochs=1, log_every_n_steps=50)
+    assert [step for step, kinds in saved if step < 4] == steps
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_monitor_that_is_nan_is_named(tmp_path, caplog):
+    class Correlation(Small):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/r2", float("nan"))
+
+    callback = Checkpoints(tmp_path, monitor="val/r2", mode="max")
+    fit(Correlation(), callback, val_loader=DataLoader(torch.ones(1, 2)), max_epochs=1)
+    assert "No best checkpoint yet: task.monitor=val/r2 is nan." in caplog.text

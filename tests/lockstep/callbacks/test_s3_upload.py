@@ -208,3 +208,9 @@ def test_one_rank_a_node_asks_during_training_alone(server, start):
     server.code, server.notice = 200, NOTICE
     time.sleep(0.1)
     assert not interruption.reason and server.asked <= 2
+
+
+def test_no_timeout_is_the_usual_one(tmp_path):
+    callback = S3Upload(tmp_path / "r", "s3://bucket/x", flush_timeout_s=None)
+    callback.expect_end(1e6)
+    assert callback.flush_timeout_s == 300.0

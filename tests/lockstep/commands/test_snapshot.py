@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -5,6 +6,7 @@ import sys
 import pytest
 
 from lockstep.commands import snapshot
+from lockstep.commands.command_line import read_command
 from lockstep.process.errors import UserError
 
 
@@ -91,3 +93,13 @@ def test_a_snapshot_has_what_is_staged(project):
         "new.py": "new",
         "moved.py": "committed",
     }
+
+
+def test_a_snapshot_that_a_yaml_asks_for_is_refused(monkeypatch):
+    """Only the command line starts the copy."""
+    typed = read_command("train", ["experiment=quickstart"], "")
+    command = dataclasses.replace(typed, overrides=[*typed.overrides, "snapshot=true"])
+    with pytest.raises(UserError, match="works on the command line alone: give snapshot=true"):
+        command.compose()
+    monkeypatch.setenv(snapshot.SNAPSHOT_VARIABLE, "1")
+    assert command.compose()["snapshot"] is True

@@ -112,3 +112,17 @@ def test_every_node_of_an_experiment_fits_what_it_builds(experiment):
         parameters, any_name = parameters_of(resolve_target(node["_target_"], "x"))
         if not any_name:
             assert node.keys() - OWN_KEYS <= parameters.keys(), node["_target_"]
+
+
+class Optional:
+    def __init__(self, rate: float = 0.1, size: int | None = 3, free=1.0, name: str = "a"):
+        self.given = [rate, size, free, name]
+
+
+def test_null_is_refused_where_a_class_takes_a_number():
+    node = {"_target_": f"{__name__}.Optional", "size": None, "free": None, "name": None}
+    assert build(node).given == [0.1, None, None, None]
+    with pytest.raises(UserError, match="rate=null: give a number"):
+        build({**node, "rate": None})
+    with pytest.raises(UserError, match="weight_decay=null: give a number"):
+        build({"_target_": "torch.optim.AdamW", "_partial_": True, "weight_decay": None})

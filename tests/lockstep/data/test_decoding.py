@@ -187,3 +187,12 @@ def test_how_often_and_which():
     rows = Mixing(0.8, 1.0, prob=0.6).draw(np.random.default_rng(1), 4000, 32)
     mixed, cut = (rows[1] < 1).mean(), (rows[3] > rows[2]).mean()
     assert abs(mixed - 0.3) < 0.03 and abs(cut - 0.3) < 0.03
+
+
+def test_an_unknown_label_spoils_no_unmixed_neighbour():
+    nan = float("nan")
+    labels = torch.tensor([[1.0, 0.0], [nan, 1.0], [1.0, 1.0], [nan, 0.0]])
+    drawn = torch.tensor([NOT_MIXED, [0.5, 0.5, 0, 0, 0, 0]]).double().T
+    _, targets = mix(IMAGES, labels, drawn, 2)
+    expected = torch.tensor([[1.0, 0.0], [nan, 1.0], [nan, 0.5], [nan, 0.5]])
+    torch.testing.assert_close(targets, expected, equal_nan=True)

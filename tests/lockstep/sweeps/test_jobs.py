@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -349,6 +350,94 @@ def test_a_folder_with_another_sweep_is_refused(monkeypatch, tmp_path):
         jobs.run_sweep("train", words)
     assert not begun
     assert jobs.run_sweep("train", [*words, "resume=auto"]) == 0 and begun
+
+
+def launcher_in(folder, gpus=0):
+    """Return a launcher of jobs that do not start."""
+    launcher = LocalJobs()
+    trainer = {"accelerator": "auto", "devices": "auto", "launch": "process_per_device"}
+    launcher.config = OmegaConf.create(
+        {"trainer": trainer, "hydra": {"sweep": {"dir": str(folder)}}}
+    )
+    launcher.loader = SimpleNamespace(load_sweep_config=lambda *_: OmegaConf.create({}))
+    return launcher
+
+
+def write_job(folder, number, *overrides):
+    run = write_run(folder, f"{folder.name}_{number}")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml({"overrides": list(overrides)}))
+
+
+def test_more_seeds_do_not_take_the_runs_of_other_jobs(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(local.sweep_jobs, "run_job", lambda cfg, *_: started.append(cfg))
+    monkeypatch.setattr(
+        LocalJobs,
+        "_compose_job",
+        lambda _, words, number: OmegaConf.create({"hydra": {"job": {"num": number}}}),
+    )
+    folder = tmp_path / "lr"
+    write_job(folder, 0, "optimizer.lr=0.1", "seed=1", "run_id=lr_0")
+    write_job(folder, 1, "optimizer.lr=0.2", "seed=1", "run_id=lr_1", "trainer.max_epochs=2")
+    same = [["optimizer.lr=0.1", "seed=1", "resume=auto"], ["optimizer.lr=0.2", "seed=1"]]
+    launcher_in(folder).launch(same, 0)
+    assert len(started) == 2
+    more = [["optimizer.lr=0.1", "seed=1"], ["optimizer.lr=0.1", "seed=2"]]
+    with pytest.raises(SystemExit) as ended:
+        launcher_in(folder).launch(more, 0)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and len(started) == 2, "no job has started"
+    assert "lr_1 is the run of another job (optimizer.lr=0.2 seed=1)" in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("trainer.devices=1", "trainer.devices=2"), (1, [])),
+        (("experiment=a", "experiment=b"), (1, [])),
+        (("seed=1", "seed=2"), (4, ["0", "1", "2", "3"])),
+    ],
+)
+def test_jobs_of_other_trainers_see_all_gpus(words, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "count_visible_gpus", lambda environ: 4)
+    planned = []
+    launcher = launcher_in(tmp_path)
+
+    @contextmanager
+    def starter():
+        planned.append(launcher.plan_jobs())
+        yield lambda *_: SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(launcher, "job_starter", starter)
+    launcher.launch([[word] for word in words], 0)
+    assert planned == [expected]
+
+
+def test_a_setting_and_seed_that_occur_twice_count_once():
+    """A search suggests combinations again, and on a CPU they are equal to the bit."""
+    values = {("0.1", 1): 0.5, ("0.1", 2): 0.6, ("0.2", 1): 0.7, ("0.2", 2): 0.75}
+    tried = [*values, ("0.2", 1), ("0.2", 2), ("0.1", 1)]
+    jobs_of_search = [
+        Job(number, 0, [f"optimizer.lr={rate}", f"seed={seed}"], values[rate, seed])
+        for number, (rate, seed) in enumerate(tried)
+    ]
+    arms = group_into_arms(jobs_of_search, Path("s"), "val/acc", minimize=False)
+    assert [len(arm.runs) for arm in arms.ranked] == [2, 2]
+    (comparison,) = arms.comparisons
+    assert comparison.differences.values == pytest.approx([20.0, 15.0])
+    assert "by 2 of" not in arms.winner_lines()[0]
+
+
+def test_a_fold_that_all_jobs_share_is_no_repeat():
+    def ratio(*overrides):
+        jobs_of_sweep = [
+            Job(number, 0, [*words.split()], 0.5, fold_ratio=0.25)
+            for number, words in enumerate(overrides)
+        ]
+        return group_into_arms(jobs_of_sweep, Path("s"), "val/acc", minimize=False).runs[0]
+
+    assert ratio("data.fold=0 seed=1", "data.fold=0 seed=2").fold_ratio == 0.0
+    assert ratio("data.fold=0 seed=1", "data.fold=1 seed=1").fold_ratio == 0.25
 
 
 @pytest.mark.parametrize(

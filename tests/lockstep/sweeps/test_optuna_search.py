@@ -17,6 +17,8 @@ from hydra_plugins import lockstep_sweeps
 from lockstep.process.errors import UserError
 from lockstep.records.record import RunRecord, write_record
 from lockstep.records.trial import journal_storage
+from lockstep.sweeps import jobs
+from lockstep.sweeps.ranking import Job
 from lockstep.sweeps.search import Search, suggest_value
 from runs import run_script, start_script, succeed
 
@@ -110,12 +112,14 @@ def test_a_search_tries_the_options_that_a_glob_matches(tmp_path, monkeypatch):
     assert jobs[0][0] == "model=alexnet"
 
 
-def search_in(folder, *, pruner=None, sweep="first"):
+def search_in(
+    folder, *, pruner=None, sweep="first", study=None, words=("optimizer.lr=interval(1e-4,1e-1)",)
+):
     """Return a search of one range in a folder."""
     sweeper = {"sweeper": {"direction": "maximize"}, "sweep": {"dir": str(folder / sweep)}}
     config = OmegaConf.create({"optimized_metric": "val/acc", "hydra": sweeper})
-    words = OverridesParser.create().parse_overrides(["optimizer.lr=interval(1e-4,1e-1)"])
-    return Search(words, config, None, folder, seed=1, pruner=pruner)
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    return Search(overrides, config, study, folder, seed=1, pruner=pruner)
 
 
 def begin_run(search, number, **fields):
@@ -128,6 +132,40 @@ def test_a_folder_with_runs_of_another_search_is_refused(tmp_path):
     begin_run(search_in(tmp_path / "one", sweep="../night"), 0, status="finished")
     with pytest.raises(UserError, match="night_0, a run of another sweep"):
         search_in(tmp_path / "other", sweep="../night")
+
+
+RANGE = "optimizer.lr=interval(1e-4,1e-1)"
+
+
+def test_a_named_study_keeps_its_recipe(tmp_path):
+    search_in(tmp_path, study="night", words=[RANGE, "trainer.max_epochs=2", "logbook=keep"])
+    search_in(tmp_path, study="night", words=[RANGE, "trainer.max_epochs=2", "s3.uri=s3://b/p"])
+    with pytest.raises(UserError, match=r"is another search \(trainer.max_epochs=2\)"):
+        search_in(tmp_path, study="night", words=[RANGE, "trainer.max_epochs=30"])
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("a=tag(log,interval(0,0.1))", "begins above 0"),
+        ("a=interval(0.1,0.01)", "the smaller end of the interval first"),
+    ],
+)
+def test_a_range_that_cannot_be_searched_makes_no_study(word, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        search_in(tmp_path, words=[word])
+    assert not list(tmp_path.glob("*.journal"))
+
+
+def test_a_continued_search_reports_the_trials_of_its_earlier_starts(tmp_path):
+    first = search_in(tmp_path, sweep="first")
+    trial = first._choose_trial()
+    first._build_overrides(trial)
+    jobs._write_job(first.sweep_dir, Job(trial.number, 0, [], 0.75))
+    first._end_trial(trial, 0.75)
+    later = search_in(tmp_path, sweep="later")
+    jobs._write_job(later.sweep_dir, Job(1, 0, [], 0.5))
+    assert [job.value for job in jobs._read_jobs(later.sweep_dir)] == [0.75, 0.5]
 
 
 def test_a_free_place_takes_the_next_trial_at_once(tmp_path):

@@ -69,6 +69,19 @@ def test_the_page_has_arms_sentence_winner_and_ranking(sweep):
     assert "optimizer.lr" in (sweep / "arms.svg").read_text()
 
 
+def test_a_sweep_of_two_versions_of_the_code_says_so(sweep):
+    said = "Not held fixed between these runs: the code."
+    assert said not in (sweep / "page.md").read_text()
+    path = sweep / "night_5" / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"code": {"tree_hash": "other"}}))
+    jobs = example_jobs()
+    arms = group_into_arms(jobs, sweep, "val/acc", minimize=False)
+    write_sweep(sweep, "python src/train.py -m", jobs, arms)
+    assert json.loads((sweep / "sweep.json").read_text())["caution"] == said
+    assert f"**{said}**" in (sweep / "page.md").read_text()
+
+
 def test_a_trial_that_went_on_keeps_its_run(tmp_path):
     first = tmp_path / "first" / "first_0"
     write_run(first.parent, "first_0", num_train=900, metrics={"val/acc": 0.5})

@@ -23,7 +23,9 @@ from lockstep.records.folder import RunFolder
 from lockstep.runs.batch_size import resolve_batch
 from lockstep.runs.join import EXPECTED_WARNINGS
 from lockstep.runs.run import Run
+from lockstep.strategies.base import Capabilities
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.training import build
 from lockstep.training.build import build_loggers, build_strategy, prepare_net
 from lockstep.training.build_data import (
     build_data,
@@ -301,3 +303,33 @@ def test_only_a_task_logs_without_the_advice_to_synchronise(module_class, has_ad
     finally:
         torch.distributed.destroy_process_group()
     assert any("sync_dist" in str(warning.message) for warning in recwarn) == has_advice
+
+
+@pytest.mark.parametrize("attribute", ["replicas", "micro_batches"])
+def test_batchnorm_of_parts_cannot_be_synchronised(attribute, monkeypatch):
+    strategy = type("Parts", (Capabilities,), {attribute: 4})()
+    monkeypatch.setattr(build, "build_node", lambda node: strategy)
+    options = {"strategy": {"_target_": "a.B"}, "compile": False, "ema_decay": None}
+    run = SimpleNamespace(trainer_config={**options, "sync_batchnorm": True})
+    with pytest.raises(UserError, match="Parts normalises each of 4 parts of a batch by itself"):
+        build.build_strategy(run)
+    run.trainer_config["sync_batchnorm"] = False
+    assert build.build_strategy(run) is strategy
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "clip", "said"),
+    [
+        (2, None, "give trainer.accumulate_grad_batches=1"),
+        (1, 1.0, "leave trainer.gradient_clip_val out"),
+    ],
+)
+def test_options_of_automatic_optimization_are_refused(accumulate, clip, said):
+    module = SimpleNamespace(automatic_optimization=False)
+    run = SimpleNamespace(
+        batch=SimpleNamespace(accumulate=accumulate), trainer_config={"gradient_clip_val": clip}
+    )
+    with pytest.raises(UserError, match=said):
+        build._refuse_automatic_options(module, run)
+    module.automatic_optimization = True
+    build._refuse_automatic_options(module, run)

@@ -202,3 +202,28 @@ def test_wrong_rules_of_groups_are_refused(call, says):
     stepper(GroupRules(), AirbenchMuon, lr=0.1)
     with pytest.raises(UserError, match=says):
         call()
+
+
+class WithOwnHead(ImageClassifier):
+    """A task whose head has the name of a layer of its net: `head.0.weight`."""
+
+    def __init__(self, **parts):
+        super().__init__(SmallCNN(8, 8, 1), num_classes=3, **parts)
+        self.head = torch.nn.Sequential(
+            torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)
+        )
+
+
+def test_a_head_beside_the_net_has_the_full_rate():
+    rules = GroupRules(layer_decay=0.5, head_lr_factor=10.0)
+    task = WithOwnHead(optimizer=partial(torch.optim.SGD, lr=1.0), rules=rules)
+    task._trainer = type("T", (), {"precision": "32-true"})()
+    rates = {
+        id(parameter): group["lr"]
+        for group in task.configure_optimizers().param_groups
+        for parameter in group["params"]
+    }
+    rate_of = {name: rates[id(parameter)] for name, parameter in task.named_parameters()}
+    assert rate_of["net.head.0.weight"] == 0.5, "the last but one layer of the net"
+    assert rate_of["net.head.3.weight"] == 10.0
+    assert rate_of["head.0.weight"] == 1.0 and rate_of["head.2.weight"] == 10.0
