@@ -297,9 +297,12 @@ def _check_range(override: Override) -> None:
     value = override.value()
     if not isinstance(value, IntervalSweep):
         return
-    if value.start > value.end:
+    start = value.start
+    end = value.end
+    assert start is not None and end is not None, "Hydra's grammar asks for both"
+    if start > end:
         raise UserError(f"{override.input_line}: give the smaller end of the interval first.")
-    if "log" in value.tags and value.start <= 0:
+    if "log" in value.tags and start <= 0:
         raise UserError(f"{override.input_line}: a logarithmic interval begins above 0.")
 
 
