@@ -84,12 +84,12 @@ class LocalJobs(Launcher):
     def _refuse_other_jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> None:
         """End the sweep before its first job if the folder of a job holds another job's run."""
         from lockstep.sweeps.checks import refuse_other_job
-        from lockstep.sweeps.jobs import folder_of_job, words_of_job
+        from lockstep.sweeps.jobs import folder_of_job, overrides_of_job
 
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).resolve()
         try:
             for number, overrides in enumerate(job_overrides, first):
-                refuse_other_job(folder_of_job(sweep_dir, number), words_of_job(overrides))
+                refuse_other_job(folder_of_job(sweep_dir, number), overrides_of_job(overrides))
         except UserError as error:
             # Hydra would print a traceback.
             log.error(str(error))

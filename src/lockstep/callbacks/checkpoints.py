@@ -211,9 +211,10 @@ class Checkpoints(pl.Callback):
         if trainer.global_step == self.saved_step:
             return False
         late_s = time.monotonic() - self.saved_at - 60 * self.every_minutes
-        if trainer.global_step % trainer.log_every_n_steps:
-            return self._vote_on_save(trainer, late_s > LATE_S)
-        return trainer.strategy.broadcast(late_s > 0, src=0)
+        is_log_point = trainer.global_step % trainer.log_every_n_steps == 0
+        if is_log_point:
+            return trainer.strategy.broadcast(late_s > 0, src=0)
+        return self._vote_on_save(trainer, late_s > LATE_S)
 
     def _vote_on_save(self, trainer: pl.Trainer, is_late: bool) -> bool:
         callbacks: list[Any] = trainer.callbacks

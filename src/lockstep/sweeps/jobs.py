@@ -162,7 +162,7 @@ def folder_of_job(sweep_dir: Path, number: int) -> RunFolder:
     return RunFolder(sweep_dir / f"{sweep_dir.name}_{number}")
 
 
-def words_of_job(overrides: Iterable[str]) -> list[str]:
+def overrides_of_job(overrides: Iterable[str]) -> list[str]:
     """Return the overrides of a job as a command line has them, without those of the sweep."""
     return [
         unescape(override)
@@ -188,9 +188,10 @@ def run_job(
     # A trial that an earlier start of the search has begun has a folder of another sweep.
     folder = RunFolder(Path(trial.folder)) if trial else folder_of_job(sweep_dir, number)
 
-    overrides = words_of_job(hydra.overrides.task)
+    overrides = overrides_of_job(hydra.overrides.task)
     log.info(f"\njob {number}: {' '.join(overrides)}")
     if not trial:
+        # Other launchers than LocalJobs have not checked it.
         refuse_other_job(folder, overrides)
     start = [f"run_id={folder.run_id}", f"sweep_dir={folder.path.parent}"]
     start += [word for word in hydra.overrides.task if trial and key_of(word) == "trial"]

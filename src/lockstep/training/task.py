@@ -243,8 +243,8 @@ class Task(pl.LightningModule):
         self, named_parameters: list[tuple[str, nn.Parameter]], lr: float
     ) -> list[dict[str, Any]]:
         # A task may join the features of the net to its classes in a head of its own.
-        own_head = {name for name in head_names(self) if not name.startswith("net.")}
-        return parameter_groups(self.net, named_parameters, self.rules, lr, own_head)
+        head_beside_net = {name for name in head_names(self) if not name.startswith("net.")}
+        return parameter_groups(self.net, named_parameters, self.rules, lr, head_beside_net)
 
     def _training_lengths(self) -> dict[str, int]:
         """Return the numbers of optimizer steps of the whole training and of an epoch.

@@ -40,18 +40,21 @@ class Worse(Small):
         self.log("val/loss", float(self.current_epoch))
 
 
+def epochs(folder, stop_of, patience, max_epochs=9, ckpt_path=None):
+    """Train `Worse` and return the number of its epochs."""
+    stop = stop_of("val/loss", patience=patience)
+    best = Checkpoints(folder, monitor="val/loss", mode="min")
+    loader = DataLoader(torch.ones(1, 2))
+    options = {"num_sanity_val_steps": 0, "max_epochs": max_epochs, "ckpt_path": ckpt_path}
+    return fit(Worse(), stop, best, val_loader=loader, **options).current_epoch
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stop_of", [EarlyStopping, pl.callbacks.EarlyStopping])
 def test_a_resume_may_change_the_patience(stop_of, tmp_path):
-    def epochs(patience, **options):
-        stop = stop_of("val/loss", patience=patience)
-        best = Checkpoints(tmp_path, monitor="val/loss", mode="min")
-        loader = DataLoader(torch.ones(1, 2))
-        return fit(Worse(), stop, best, val_loader=loader, num_sanity_val_steps=0, **options)
-
-    epochs(patience=9, max_epochs=2)
+    epochs(tmp_path, stop_of, patience=9, max_epochs=2)
     [(path, _)] = complete_checkpoints(tmp_path, "last")
-    assert epochs(patience=3, max_epochs=9, ckpt_path=path).current_epoch == 4
+    assert epochs(tmp_path, stop_of, patience=3, ckpt_path=path) == 4
 
 
 def test_log_page_and_record_name_early_stopping(tmp_path):
@@ -67,17 +70,10 @@ def test_log_page_and_record_name_early_stopping(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stop_of", [EarlyStopping, pl.callbacks.EarlyStopping])
 def test_more_patience_takes_up_a_training_that_had_ended(stop_of, tmp_path):
-    def epochs(patience, **options):
-        stop = stop_of("val/loss", patience=patience)
-        best = Checkpoints(tmp_path, monitor="val/loss", mode="min")
-        loader = DataLoader(torch.ones(1, 2))
-        options |= {"val_loader": loader, "num_sanity_val_steps": 0, "max_epochs": 9}
-        return fit(Worse(), stop, best, **options).current_epoch
-
-    assert epochs(patience=2) == 3
+    assert epochs(tmp_path, stop_of, patience=2) == 3
     [(path, _)] = complete_checkpoints(tmp_path, "last")
-    assert epochs(patience=2, ckpt_path=path) == 3
-    assert epochs(patience=4, ckpt_path=path) == 5
+    assert epochs(tmp_path, stop_of, patience=2, ckpt_path=path) == 3
+    assert epochs(tmp_path, stop_of, patience=4, ckpt_path=path) == 5
 
 
 def test_more_patience_leaves_a_finished_run_something_to_do():

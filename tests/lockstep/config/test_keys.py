@@ -70,7 +70,7 @@ ELSEWHERE = {
     ("lockstep/records/folder.py", "MAPPING_GROUPS"): "the nodes of a config that is read",
     ("lockstep/runs/checks.py", "CPU_CHOICES"): "what makes a training on a CPU a choice",
     ("lockstep/runs/first_record.py", "_identity"): "fields of the record",
-    ("lockstep/sweeps/jobs.py", "words_of_job"): "the overrides of a job",
+    ("lockstep/sweeps/jobs.py", "overrides_of_job"): "the overrides of a job",
     ("predict.py", "OPTIONS"): "the options of a script that composes no config",
     ("rehearse.py", "FIXED"): "the overrides of a dry run",
     ("rehearse.py", "changes"): "the overrides of a dry run",
