@@ -106,7 +106,7 @@ def test_a_new_project_is_small_committed_and_has_no_machinery(first):
     files = git("ls-files", cwd=first).splitlines()
     assert git("status", "--porcelain", cwd=first) == "" and len(files) <= 170
     code = [(first / name).read_text() for name in files if name.endswith(".py")]
-    assert sum(text.count("\n") for text in code) <= 8_700
+    assert sum(text.count("\n") for text in code) <= 9_000
     assert not [
         name for name in files if name.startswith(("src/lockstep", "docs", "benchmarks", "nullgpu"))
     ]

@@ -115,8 +115,8 @@ def freeze_during_save(rank: int, place: str, flag: Path) -> None:
     """This rank freezes while the others wait for a checkpoint; others notice within seconds.
 
     Args:
-        place: "write": a thread of rank 0 writes the file; "hook": each rank is in the module's
-            on_save_checkpoint.
+        place: "write": the ranks wait for the thread of rank 0 that writes the file; "hook": each
+            rank is in the module's on_save_checkpoint.
         flag: a file that begins to exist when it happens.
     """
     from lockstep.callbacks.checkpoints import Checkpoints
@@ -135,7 +135,8 @@ def freeze_during_save(rank: int, place: str, flag: Path) -> None:
     if place == "hook":
         _call_before(Task, "on_save_checkpoint", freeze)
     elif rank == 0:
-        _call_before(CheckpointWriter, "_write", freeze)
+        # The thread itself may start before Lightning's barrier, where a frozen rank is not noticed.
+        _call_before(CheckpointWriter, "finish", lambda writer: writer.job and freeze())
     else:
         _call_before(Checkpoints, "finish_together", freeze)
 
