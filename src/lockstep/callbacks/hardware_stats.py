@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from lockstep.callbacks.distribution import Distribution
-from lockstep.process.environment import cpu_name
+from lockstep.process.environment import available_cores, available_memory, cpu_name
 from lockstep.process.errors import Interrupted
 from lockstep.process.files import utc_now
 from lockstep.ranks.collectives import gather_objects
@@ -128,7 +128,7 @@ class HardwareStats(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.node_rank = trainer.node_rank
         self.has_begun = True
-        self.host_bytes_per_rank = psutil.virtual_memory().total / trainer.num_devices
+        self.host_bytes_per_rank = total_memory() / trainer.num_devices
         # A process of DataParallel or of a pipeline computes on several devices.
         process_devices = getattr(trainer.strategy, "process_devices", None)
         devices = process_devices or [trainer.strategy.root_device]
@@ -253,13 +253,18 @@ class HardwareStats(pl.Callback):
             "node_rank": self.node_rank,
             "host": socket.gethostname(),
             "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / GIB, 2),
+            "cores": available_cores(),
+            "memory_gib": round(total_memory() / GIB, 2),
             "gpus": [
                 {"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 2)} for gpu in gpus
             ],
             "stats": self.samples.statistics(),
         }
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that the processes of this node may use."""
+    return available_memory(psutil.virtual_memory().total)
 
 
 def rename_earlier_file(path: Path) -> None:

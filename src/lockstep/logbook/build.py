@@ -22,7 +22,7 @@ from lockstep.logbook.render import render
 from lockstep.logbook.sweep_page import read_sweeps, write_sweep_page
 from lockstep.process.errors import UserError
 from lockstep.process.files import write_atomically
-from lockstep.process.redact import redact, redact_text
+from lockstep.process.redact import redact, redact_diff, redact_text
 from lockstep.records.metric_names import split_stage
 from lockstep.records.proof_table import proof_of_run
 from lockstep.records.record import RunRecord, as_json, locked_record, write_record_as_is
@@ -257,7 +257,7 @@ def _reports_of_copy(run: RecordedRun, target: Path) -> dict[str, str]:
 
 def _copy_diff(source: Path, target: Path) -> None:
     """Copy a diff without secrets. Line ends and bytes that are no UTF-8 stay."""
-    diff = redact_text(source.read_bytes().decode(errors="surrogateescape"))
+    diff = redact_diff(source.read_bytes().decode(errors="surrogateescape"))
     content = diff.encode(errors="surrogateescape")
     write_atomically(target, lambda file: file.write(content), binary=True)
 

@@ -1,5 +1,6 @@
 """This process's environment: its variables, which only this file reads, its GPUs and cores."""
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -8,7 +9,7 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -103,20 +104,39 @@ def available_cores(
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
+    for folder, is_version_2 in _control_groups("cpu", proc, mount):
+        names = ("cpu.max",) if is_version_2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        cores = max(1, min(cores, _cpu_quota(folder, names)))
+    return cores
+
+
+def available_memory(
+    total: int, proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the bytes that this process may use: all, within the limits of its control groups."""
+    for folder, is_version_2 in _control_groups("memory", proc, mount):
+        name = "memory.max" if is_version_2 else "memory.limit_in_bytes"
+        # The root group and the folders above it have no such file, and "max" is no number.
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int((folder / name).read_text()))
+    return total
+
+
+def _control_groups(controller: str, proc: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups and all folders above them.
+
+    The second value is True for version 2 of control groups, which does not name controllers.
+    """
     if not proc.exists():
-        return cores
+        return
     for line in proc.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        # Version 2 of control groups has one file, and does not name controllers.
-        names: tuple[str, ...] = ("cpu.max",)
         folder = mount / group.strip("/")
         if controllers:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            folder = mount / "cpu" / group.strip("/")
-        if not controllers or "cpu" in controllers.split(","):
-            quotas = [_cpu_quota(level, names) for level in (folder, *folder.parents)]
-            cores = max(1, min(cores, *quotas))
-    return cores
+            folder = mount / controller / group.strip("/")
+        if not controllers or controller in controllers.split(","):
+            for level in (folder, *folder.parents):
+                yield level, not controllers
 
 
 def _cpu_quota(folder: Path, names: tuple[str, ...]) -> int:

@@ -19,6 +19,13 @@ NAMED_VALUE = re.compile(
     r"|(?![\[\"'])(?!\d[\d.,]*(?:[\s;)\]}\"']|\Z)|(?:null|none|true|false|bearer|basic)\b)\S+)",
     re.IGNORECASE,
 )
+# In Python code a name is no secret, as in cls_token = self.cls_token.expand(…), but a text is.
+TEXT_IN_CODE = re.compile(
+    rf"({SECRET_WORD}[\"'\]]{{0,2}}(?:[ \t]{{0,8}}:[ \t]{{0,8}}[\w.\[\] |]{{1,40}})?"
+    r"[ \t]{0,8}[=:][ \t]{0,8}[bfru]{0,2})(\"[^\"\n]+\"|'[^'\n]+')",
+    re.IGNORECASE,
+)
+FILE_IN_DIFF = re.compile(r"(?m)^(?=diff --git )")
 # Keys of AWS, GitHub and Hugging Face, JSON web tokens, 40 characters that look like a secret key,
 # private keys.
 TOKEN = re.compile(
@@ -39,10 +46,26 @@ SIGNED_QUERY = re.compile(
 
 def redact_text(text: str) -> str:
     """Return the text with every secret replaced."""
+    return NAMED_VALUE.sub(rf"\1{REDACTED}", _redact_tokens(text))
+
+
+def redact_diff(diff: str) -> str:
+    """Return a patch with every secret replaced; other code stays, so that the patch applies."""
+    files = []
+    for file in FILE_IN_DIFF.split(diff):
+        is_python = file.partition("\n")[0].rstrip('"\r').endswith(".py")
+        if is_python:
+            files.append(TEXT_IN_CODE.sub(rf'\1"{REDACTED}"', _redact_tokens(file)))
+        else:
+            files.append(redact_text(file))
+    return "".join(files)
+
+
+def _redact_tokens(text: str) -> str:
+    """Replace what is a secret by its form, whatever its name is."""
     text = TOKEN.sub(REDACTED, text)
     text = URL_LOGIN.sub(rf"\1{REDACTED}@", text)
-    text = SIGNED_QUERY.sub(f"?{REDACTED}", text)
-    return NAMED_VALUE.sub(rf"\1{REDACTED}", text)
+    return SIGNED_QUERY.sub(f"?{REDACTED}", text)
 
 
 def redact(value: Any, name: str = "") -> Any:

@@ -48,7 +48,9 @@ def code_state(repository: Path) -> dict[str, Any]:
 
     Only changes below CODE_PATHS make a run dirty, and not pages of the logbook.
     """
-    status, complaint = git(repository, "status", "--porcelain=v2", "--branch", "--", *CODE_PATHS)
+    # The user's git config may hide new files.
+    options = ("--porcelain=v2", "--branch", "--untracked-files=normal")
+    status, complaint = git(repository, "status", *options, "--", *CODE_PATHS)
     heads = [line.split()[2] for line in status.splitlines() if line.startswith("# branch.oid")]
     state = {"commit": None, "dirty": None, "tree_hash": tree_hash(repository)}
     if heads and heads[0] != "(initial)":
@@ -58,7 +60,7 @@ def code_state(repository: Path) -> dict[str, Any]:
     # launch/Dockerfile writes this file, because an image holds no .git.
     commit = repository / "COMMIT"
     if commit.is_file():
-        return {**state, "commit": commit.read_text().strip()}
+        return {**state, **_read_commit_of_image(commit)}
     if heads:
         return {**state, "commit_unknown": "no commit yet"}
 
@@ -67,6 +69,14 @@ def code_state(repository: Path) -> dict[str, Any]:
     reason = lines[0].removeprefix("fatal: ").replace(str(repository), "this folder")
     remedies = [line for line in lines if line.startswith("git config")]
     return {**state, "commit_unknown": ": ".join([reason, *remedies])}
+
+
+def _read_commit_of_image(path: Path) -> dict[str, Any]:
+    """Return the commit of which an image was built, with -dirty behind it if code had changed."""
+    text = path.read_text().strip()
+    if not text:
+        return {"commit_unknown": "the image was built without COMMIT"}
+    return {"commit": text.removesuffix("-dirty"), "dirty": text.endswith("-dirty") or None}
 
 
 def tree_hash(repository: Path) -> str:

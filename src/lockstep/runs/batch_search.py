@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -244,7 +245,10 @@ def _train_two_steps(
     if code == EXIT_OK:
         return record
     text = "\n".join([*lines[-30:], str(record.get("error"))])
-    if is_out_of_memory(text) or any(sign in text.lower() for sign in SIGNS_OF_LARGE_BATCH):
+    # The kernel kills a process that takes more memory than there is.
+    is_killed = code == -signal.SIGKILL
+    has_sign = any(sign in text.lower() for sign in SIGNS_OF_LARGE_BATCH)
+    if is_killed or has_sign or is_out_of_memory(text):
         return {**record, "peak_memory_gib": None}
     if code == EXIT_USER_ERROR:
         raise BatchRefused(lines[-1].removeprefix("error: "))

@@ -17,7 +17,7 @@ from lockstep.process.environment import environment
 from lockstep.process.errors import UserError
 from lockstep.process.files import sha256_of, utc_now, write_atomically
 from lockstep.process.project import REPOSITORY
-from lockstep.process.redact import redact, redact_text
+from lockstep.process.redact import redact, redact_diff
 from lockstep.ranks.find import find_restart_id
 from lockstep.records import provenance
 from lockstep.records.batch import DEFAULT_EVAL_BATCH_SIZE
@@ -84,7 +84,7 @@ def write_config(run: Run) -> None:
 
 
 def _write_code_diff(run: Run) -> None:
-    diff = redact_text(provenance.code_diff(REPOSITORY)).encode(errors="surrogateescape")
+    diff = redact_diff(provenance.code_diff(REPOSITORY)).encode(errors="surrogateescape")
     if diff:
         write_atomically(run.folder.code_diff, lambda file: file.write(diff), binary=True)
 

@@ -6,9 +6,14 @@ import sys
 
 import pytest
 
-from lockstep.process.environment import available_cores, count_visible_gpus, network_interface
+from lockstep.process.environment import (
+    available_cores,
+    available_memory,
+    count_visible_gpus,
+    network_interface,
+)
 from lockstep.process.errors import UserError
-from lockstep.process.redact import REDACTED, redact, redact_text, refuse_secrets
+from lockstep.process.redact import REDACTED, redact, redact_diff, redact_text, refuse_secrets
 from lockstep.records import provenance
 
 
@@ -41,6 +46,8 @@ def test_a_page_of_the_logbook_makes_no_run_dirty(repository):
     (repository / "src" / "a.pyc").write_text("compiled")
     assert provenance.code_state(repository) == clean and provenance.code_diff(repository) == ""
     (repository / "configs" / "b.yaml").write_text("x: 1\n")
+    # A config of git, as one has it for large repositories
+    git(repository, "config", "status.showUntrackedFiles", "no")
     changed = provenance.code_state(repository)
     assert changed["dirty"] is True and changed["tree_hash"] != clean["tree_hash"]
 
@@ -99,6 +106,29 @@ def test_a_changed_binary_leaves_a_patch_that_applies(repository, tmp_path_facto
     assert not (other / "tree/src/new.png").exists()
 
 
+CODE = """\
+cls_token = self.cls_token.expand(len(x), -1, -1)
+def forward(self, tokens: Tensor) -> Tensor:
+    return tokens[:, 0] if self.pool == "token" else tokens.mean(1)
+"""
+
+
+def test_redaction_leaves_a_patch_of_code_that_applies(repository, tmp_path_factory):
+    (repository / "src/a.py").write_text(CODE)
+    git(repository, "commit", "-qam", "a transformer")
+    other = tmp_path_factory.mktemp("other")
+    git(repository, "worktree", "add", "-q", str(other / "tree"), "HEAD")
+    secrets = 'api_key = "abc-def"\ntoken: str = f\'hunter2\'\nos.environ["HF_TOKEN"] = "hunter2"\n'
+    (repository / "src/a.py").write_text(CODE + secrets + "tokens = self.embed(x)\n")
+    (repository / "configs/a.yaml").write_text("first\nsecret_key: hunter2\n")
+    diff = redact_diff(provenance.code_diff(repository))
+    (other / "code.diff").write_text(diff)
+    git(other / "tree", "apply", str(other / "code.diff"))
+    text = (other / "tree/src/a.py").read_text()
+    assert text.startswith(CODE) and text.endswith("tokens = self.embed(x)\n")
+    assert diff.count(REDACTED) == 4 and "hunter2" not in diff and "abc-def" not in diff
+
+
 def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatch):
     empty = tmp_path_factory.mktemp("empty")
     assert "not a git repository" in provenance.code_state(empty)["commit_unknown"]
@@ -107,6 +137,12 @@ def test_an_unknown_commit_has_a_reason(repository, tmp_path_factory, monkeypatc
         provenance.code_state(empty)["commit"] == "ab" * 20
         and provenance.code_state(empty)["dirty"] is None
     )
+    (empty / "COMMIT").write_text("ab" * 20 + "-dirty\n")
+    state = provenance.code_state(empty)
+    assert (state["commit"], state["dirty"]) == ("ab" * 20, True)
+    (empty / "COMMIT").write_text("\n")
+    state = provenance.code_state(empty)
+    assert state["commit"] is None and "without COMMIT" in state["commit_unknown"]
     os.chown(repository, 12345, 12345) if os.geteuid() == 0 else pytest.skip(
         "only root can give a folder away"
     )
@@ -136,6 +172,21 @@ def test_cores_follow_the_quota_of_every_group_above(groups, files, cores, tmp_p
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert available_cores(tmp_path / "cgroup", tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "memory"),
+    [("0::/a/b", {"a/memory.max": "4096", "a/b/memory.max": "max"}, 4096),
+     ("0::/", {}, 10_000),
+     ("0::/", {"memory.max": "8192"}, 8192),
+     ("4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "2048"}, 2048),
+     ("1:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 10_000)],
+)  # fmt: skip
+def test_memory_follows_the_limit_of_every_group_above(groups, files, memory, tmp_path):
+    for name, text in {"cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert available_memory(10_000, tmp_path / "cgroup", tmp_path) == memory
 
 
 def test_gpus_and_interfaces_are_found_without_a_driver():
