@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
 
     with open_run(config, cluster) as run:
         # torch and Lightning are imported here, after every early refusal.
+        from lightning.fabric.utilities.seed import reset_seed
+
         from lockstep.checkpoints.load import load_on_all_ranks
         from lockstep.training.build import build
         from lockstep.training.task import Task
@@ -79,6 +81,8 @@ def main(argv: list[str]) -> int:
         check_testable(module, data)
         # `build` has loaded the weights of a Task. Lightning loads those of any other module.
         path = None if isinstance(module, Task) else run.checkpoint
+        # The data may draw their splits, which are those of the training then.
+        reset_seed()
         trainer.test(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
 
         metrics = metrics_of_test(trainer)

@@ -81,6 +81,7 @@ def log_profiles(run: Run) -> None:
 
 def test_best(parts: "Parts") -> None:
     """Test the best checkpoint, or the last weights if there is none."""
+    from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -101,6 +102,8 @@ def test_best(parts: "Parts") -> None:
     trainer.callbacks = [
         callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)
     ]
+    # The data may draw their splits again, which are those of the training then.
+    reset_seed()
     trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 
 class Regression(pl.LightningModule):
@@ -63,6 +63,17 @@ class Numbers(pl.LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     test_dataloader = val_dataloader
+
+
+class RandomSplit(Numbers):
+    """Its test set is drawn in each setup, from the generator that the seed sets."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        order = torch.randperm(self.rows)
+        print("split", order[:4].tolist())
+        rows = self.parts[0]
+        self.parts = Subset(rows, order[32:].tolist()), Subset(rows, order[:32].tolist())
 
 
 class NoisyRows(Dataset):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -108,8 +109,8 @@ def build(run: Run, checkpoint: Checkpoint | None = None) -> Parts:
         prepare_net(module, data, run, strategy, is_compiled)
         if initial_checkpoint is not None:
             load_or_check_weights(module, initial_checkpoint, facts, run)
-        # Dropout differs between ranks; the initial weights do not.
-        torch.manual_seed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank)
+        # What is drawn from here on does not depend on the numbers that the weights took.
+        reset_seed()
     else:
         _load_task_weights(module, checkpoint, run)
 
@@ -301,6 +302,8 @@ def _build_control_callbacks(run: Run, *, is_training: bool) -> list[pl.Callback
     """
     options = run.trainer_config
     callbacks: list[pl.Callback] = []
+    if is_training and run.cluster.rank:
+        callbacks.append(RankSeed(run.config["seed"] + RANK_SEED_STEP * run.cluster.rank))
     if is_training and options["max_time"]:
         seconds = parse_seconds(options["max_time"], "trainer.max_time")
         callbacks.append(MaxTime(seconds, run.recorder.elapsed, run.interruption))
@@ -348,6 +351,20 @@ def _build_config_callbacks(
     if any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks = [callback for callback in callbacks if not isinstance(callback, Progress)]
     return callbacks
+
+
+class RankSeed(pl.Callback):
+    """Seed torch on a rank after the first, so that dropout differs between ranks.
+
+    Lightning seeds all ranks alike when they meet, so that their data are split alike. Then the
+    data are prepared, and after that this is called.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.manual_seed(self.seed)
 
 
 def build_part(node: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:

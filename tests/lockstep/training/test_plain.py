@@ -1,6 +1,7 @@
 """Modules of other projects train, and a finished run's data and module come back in a notebook."""
 
 import csv
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from augmentations.policies import RandAugment
+from lockstep.checkpoints.files import newest_whole
 from lockstep.checkpoints.io import write_checkpoint
 from lockstep.checkpoints.load import read_checkpoint
 from lockstep.process.errors import UserError
@@ -48,11 +50,26 @@ def test_plain_modules_train_test_and_resume(trainer, tmp_path):
         rows[0]["train/loss"]
     )
     assert rows[-1]["val_loss"]
+    last = read_checkpoint(newest_whole(done.folder.checkpoints, kind="last"))
+    states = [state["torch"] for state in last["lockstep"]["random"]]
+    # Dropout differs between ranks.
+    assert len(states) == ranks and (ranks == 1 or not torch.equal(*states))
     if (
         trainer == "cpu"
     ):  # on any machine: on one without a GPU the refusal of the default training is not for them
         again = succeed("train", "resume=r", "trainer.max_epochs=5", logs=tmp_path).record
         assert again["steps"] == 100 and again["restarts"][0]["resumed_step"] == 60
+
+
+@pytest.mark.slow
+def test_a_random_split_is_the_same_in_training_and_evaluation(tmp_path):
+    words = [*PLAIN, "data._target_=plain_task.RandomSplit", "trainer=cpu"]
+    trained = succeed("train", *words, logs=tmp_path)
+    evaluated = succeed("eval", "ckpt_path=r", logs=tmp_path)
+    splits = re.findall(r"split \[.*\]", trained.output + evaluated.output)
+    assert len(splits) >= 3 and len(set(splits)) == 1, splits
+    name = "test_loss"
+    assert trained.record["metrics"][name] == evaluated.record["metrics"][name]
 
 
 def test_a_module_whose_hooks_make_layers_resumes(tmp_path):
