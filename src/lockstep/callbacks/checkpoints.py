@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
@@ -178,6 +179,9 @@ class Checkpoints(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.ckpt_path is not None:
             refuse_other_lengths(trainer, self.schedule_lengths)
+            # Lightning sets it when an epoch begins, and not within one.
+            trainer.accumulate_grad_batches = accumulation_in_epoch(trainer, trainer.current_epoch)
+        _log_inexact_schedules(trainer)
         self.saved_at = time.monotonic()
         self.loader_state.log_resume_exactness()
 
@@ -391,7 +395,7 @@ class Checkpoints(pl.Callback):
             return
         point = ResumePoint.from_checkpoint(lockstep_part["point"])
         loops = checkpoint["loops"]
-        accumulate = trainer.accumulate_grad_batches
+        accumulate = accumulation_in_epoch(trainer, point.epoch)
         loops["fit_loop"] = resume_point.loop_state(loops["fit_loop"], point, accumulate)
         self.loader_state.load_state_dict(point, lockstep_part)
         self.saved_step = checkpoint["global_step"]
@@ -490,6 +494,30 @@ class Checkpoints(pl.Callback):
             for older, older_sidecar in files.complete_checkpoints(self.folder, kind):
                 if older != path and not files.is_copy(older, older_sidecar):
                     files.remove(older)
+
+
+def accumulation_in_epoch(trainer: pl.Trainer, epoch: int) -> int:
+    """Return the micro-batches of a step in an epoch, which Lightning's callback may schedule."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(epoch)
+    return trainer.accumulate_grad_batches
+
+
+def _log_inexact_schedules(trainer: pl.Trainer) -> None:
+    """Say where a schedule is not as without a stop after a resume in mid-epoch.
+
+    Lightning calls a plateau schedule of steps once the checkpoint of this step is saved.
+    """
+    has_plateau = any(
+        config.reduce_on_plateau and config.interval == "step"
+        for config in trainer.lr_scheduler_configs
+    )
+    if has_plateau and trainer.is_global_zero:
+        log.info(
+            "A ReduceLROnPlateau with interval=step may miss one value in a resume in mid-epoch; "
+            "with interval=epoch it is exact."
+        )
 
 
 class DeferredEpochSave(pl.Callback):

@@ -52,6 +52,13 @@ class Doubts(pl.Callback):
                     "order. Pass shuffle=True to its DataLoader unless this order is meant."
                 )
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0 and trainer.global_step == 0 and trainer.is_global_zero:
+            log.warning(
+                "No optimizer step was counted in the first epoch, so that a resume would begin "
+                "anew: Lightning counts the steps of self.optimizers()."
+            )
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_unlimited(trainer.limit_val_batches):
             self._warn_of_dropped_samples(trainer, "validation", trainer.val_dataloaders)

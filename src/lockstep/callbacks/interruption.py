@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import IterableDataset
 
 from lockstep.callbacks.checkpoints import Checkpoints, call_after_module_hook
@@ -170,10 +171,15 @@ class Interruption(pl.Callback):
             self._stop(trainer, "train")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A vote waits for all ranks, and a rank with a shorter loader would miss the last votes.
-        if trainer.world_size > 1:
+        if trainer.state.fn == "fit" and any(map(exchanges_weights, trainer.callbacks)):
+            # A checkpoint would hold the average in place of the weights. The next step stops.
+            self.batches_with_vote = 0
+        elif trainer.world_size > 1:
+            # A vote waits for all ranks, and a rank with a shorter loader would miss the last ones.
             group = self.votes["evaluate"].group
             self.batches_with_vote = min(gather_objects(fewest_batches(trainer), group))
+        else:
+            self.batches_with_vote = math.inf
 
     on_test_start = on_validation_start
 
@@ -207,6 +213,14 @@ class Interruption(pl.Callback):
         stop.is_agreed = True
         stop.is_of_other_nodes = (trainer.node_rank, True) not in requests
         raise stop
+
+
+def exchanges_weights(callback: pl.Callback) -> bool:
+    """Return whether a callback of Lightning's replaces the weights by an average in validations.
+
+    Lockstep's own one puts both at their places in a checkpoint.
+    """
+    return isinstance(callback, WeightAveraging) and not hasattr(callback, "is_exchanged")
 
 
 def fewest_batches(trainer: pl.Trainer) -> float:

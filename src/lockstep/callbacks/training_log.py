@@ -53,6 +53,7 @@ class TrainingLog(pl.Callback):
         self.epoch_losses = (0.0, 0)
         self.epoch_means: Metrics = {}  # of the training epoch that has just ended
         self.speed = Speed()
+        self.checks_loss = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps, and the losses of all ranks since the last log point.
@@ -67,12 +68,15 @@ class TrainingLog(pl.Callback):
             "seconds": self._seconds(),
             "losses": [sum(totals), sum(numbers)],
             "epoch_losses": list(self.epoch_losses),
+            # A resume in the validation at an epoch's end has no batch from which to count them.
+            "epoch_means": self.epoch_means,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.earlier_seconds = state_dict.get("seconds", 0.0)
         self.epoch_losses = tuple(state_dict.get("epoch_losses", (0.0, 0)))
+        self.epoch_means = state_dict.get("epoch_means", {})
         if rank_zero_only.rank == 0:
             self.loss_sum, self.loss_count = state_dict.get("losses", (0.0, 0))
 
@@ -218,7 +222,7 @@ class TrainingLog(pl.Callback):
 
     def _refuse_non_finite(self) -> None:
         loss = self.latest_row.get("train/loss", 0.0)
-        if not math.isfinite(loss):
+        if self.checks_loss and not math.isfinite(loss):
             raise Diverged(
                 f"train/loss became {loss} by step {self.step}: lower optimizer.lr or set "
                 "trainer.gradient_clip_val"

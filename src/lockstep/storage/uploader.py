@@ -280,6 +280,8 @@ class Uploader:
         if key not in leftovers:
             self._write_pointer(kind, leftovers=(*leftovers, key))
         self._upload(key, path, sidecar.sha256)
+        # A resume from it has the rows of metrics.csv before it, also if this machine is lost now.
+        self._send_files()
 
         previous_key = self._pointers[kind].key
         unneeded_keys = tuple(name for name in (*leftovers, previous_key) if name not in ("", key))

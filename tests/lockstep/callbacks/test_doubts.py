@@ -172,6 +172,25 @@ def test_a_test_that_drops_samples(caplog):
     assert "test loader has drop_last=True and drops 12 samples" in caplog.text
 
 
+class UncountedSteps(Small):
+    """It steps its optimizer where Lightning does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.layer(batch).sum().backward()
+        optimizer.step()
+
+
+def test_a_training_without_counted_steps_says_that_no_resume_continues_it(warnings_of):
+    [warning] = warnings_of(UncountedSteps())
+    assert "No optimizer step was counted in the first epoch" in warning
+
+
 def test_a_gan_with_two_optimizers_raises_no_doubt(caplog):
     fit_project(GAN(), ImagesOfGAN())
     assert "doubts" not in {record.name.rpartition(".")[2] for record in caplog.records}

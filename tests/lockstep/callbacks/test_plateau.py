@@ -9,9 +9,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep.callbacks.checkpoints import Checkpoints
+from lockstep.callbacks.interruption import Interruption
 from lockstep.callbacks.training_log import TrainingLog
 from lockstep.checkpoints.files import complete_checkpoints
-from lockstep.process.errors import UserError
+from lockstep.process.errors import Interrupted, UserError
 from lockstep.training.task import Task
 from plain_task import fit
 
@@ -44,7 +45,8 @@ class Losses(Task):
 def rates(folder, module=None, **options):
     module = module or Losses()
     log = TrainingLog(1)
-    fit(module, log, Checkpoints(folder), log_every_n_steps=3, **options)
+    checkpoints = Checkpoints(folder, "val/loss", "min")
+    fit(module, log, checkpoints, log_every_n_steps=3, **options)
     return module.rates
 
 
@@ -59,6 +61,26 @@ def test_the_training_loss_of_epochs_counts_over_a_resume(stop, tmp_path):
     [(path, _)] = complete_checkpoints(tmp_path, "last")
     after = rates(tmp_path, max_epochs=8, ckpt_path=path)
     assert before + after == [1.0, 1.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.0625]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_in_the_validation_of_an_epoch_keeps_its_mean(tmp_path):
+    interruption = Interruption()
+
+    class Stopped(Losses):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if self.current_epoch == 3:
+                interruption.request_stop("SIGTERM")
+
+    loader = DataLoader(torch.ones(2, 2))
+    module = Stopped()
+    callbacks = (TrainingLog(1), Checkpoints(tmp_path, "val/loss", "min"), interruption)
+    with pytest.raises(Interrupted):
+        fit(module, *callbacks, max_epochs=8, val_loader=loader)
+    [(path, _)] = complete_checkpoints(tmp_path, "last")
+    after = rates(tmp_path, max_epochs=8, ckpt_path=path, val_loader=loader)
+    assert module.rates + after == [1.0, 1.0, 1.0, 0.5, 0.25, 0.125, 0.125, 0.0625]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
+)
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -468,3 +472,36 @@ def test_a_stop_within_a_step_repeats_its_batches(tmp_path):
     assert [seen[:3] for seen in resumed.seen[:rest]] == [
         seen[:3] for seen in whole.seen[2:BATCHES]
     ]
+
+
+def test_scheduled_accumulation_goes_on_within_an_epoch(tmp_path):
+    def accumulation():
+        return GradientAccumulationScheduler({0: 2})
+
+    loader = LOADERS["shuffle"]
+    whole = start(tmp_path / "whole", loader, accumulation())
+    with pytest.raises(Killed):
+        # The newest checkpoint is that of step 4, after two batches of the second epoch.
+        asks = {"on_batch": kill_at(1, 3)}
+        start(tmp_path / "killed", loader, accumulation(), asks=asks)
+    resumed = start(tmp_path / "killed", loader, accumulation(), resume=True)
+    assert_equal(resumed, whole, 2 * BATCHES - 2)
+
+
+def test_a_stop_waits_for_the_end_of_a_validation_of_lightnings_average(tmp_path):
+    """Lightning has exchanged the weights and their average until then."""
+    loader = LOADERS["shuffle"]
+    whole = start(tmp_path / "whole", loader, EMAWeightAveraging(decay=0.9))
+    interruption = Interruption()
+
+    def ask(*now):
+        if now == (BATCHES, 1):
+            interruption.request_stop("SIGTERM")
+
+    with pytest.raises(Interrupted):
+        callbacks = (EMAWeightAveraging(decay=0.9), interruption)
+        start(tmp_path / "stopped", loader, *callbacks, asks={"on_validation": ask})
+    assert phase(tmp_path / "stopped") == TRAINING
+    average = EMAWeightAveraging(decay=0.9)
+    resumed = start(tmp_path / "stopped", loader, average, resume=True)
+    assert_equal(resumed, whole, 2 * BATCHES - 1)

@@ -164,6 +164,20 @@ def test_the_newest_of_each_kind_replaces_the_one_before(setting):
     uploader.stop()
 
 
+def test_a_checkpoint_comes_after_the_metrics_of_its_steps(setting):
+    """The machine may be lost in the second after."""
+    uploader = setting.uploader()
+    assert uploader.flush(30)
+    setting.folder.metrics.write_text("step\n10\n")
+    setting.checkpoint(10)
+    deadline = time.monotonic() + 30
+    while setting.pointed() != 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert setting.run.read("metrics.csv")[0] == b"step\n10\n"
+    uploader.stop()
+
+
 def test_a_file_may_go_while_it_is_sent_without_links(setting, monkeypatch):
     monkeypatch.setattr(
         checkpoint_files.os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links"))
