@@ -5,6 +5,7 @@ MASTER_PORT, NODE_RANK), by Lockstep's own agent, torchrun, SLURM's srun or MPI,
 launcher that sets RANK and WORLD_SIZE.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from lockstep.process.environment import (
 from lockstep.process.errors import UserError
 from lockstep.ranks.placement import RequestedDevices, resolve_devices
 from lockstep.records.config import Config
+
+log = logging.getLogger(__name__)
 
 Environ = Mapping[str, str]
 
@@ -434,9 +437,22 @@ def find_ranks(config: Config, environ: Environ | None = None) -> Cluster:
             "each rank must see all of its node's (SLURM: --gpus-per-node, not --gpus-per-task), "
             f"and there must be {gpus_of_rank} for each."
         )
+    elif cluster.is_rank_zero and requested.several_processes and accelerator == "gpu":
+        _warn_of_idle_gpus(cluster, requested, gpus - needed_gpus)
     if cluster.has_agent:
         _attach_to_agent(cluster, environ[AGENT])
     return cluster
+
+
+def _warn_of_idle_gpus(cluster: Cluster, requested: RequestedDevices, idle_gpus: int) -> None:
+    """Warn if a launcher started fewer ranks than the node has GPUs for, as srun may do."""
+    if idle_gpus < requested.devices_per_rank or requested.ranks_per_node is not None:
+        return
+    log.warning(
+        f"{idle_gpus} GPUs of this node stay idle: {_describe_launcher(cluster.launcher)} started "
+        f"{cluster.ranks_per_node} rank{'s' if cluster.ranks_per_node != 1 else ''} on it (SLURM: "
+        "--ntasks-per-node is the number of ranks)."
+    )
 
 
 def _attach_to_agent(cluster: Cluster, description: str) -> None:

@@ -248,6 +248,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("words", "idle"), [([], "2 GPUs"), (["trainer.devices=2"], ""), (["trainer=cpu"], "")]
+)
+def test_idle_gpus_of_a_node_are_named(words, idle, monkeypatch, caplog):
+    monkeypatch.setattr("lockstep.ranks.find.count_visible_gpus", lambda environ: 4)
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+             "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a,b"}  # fmt: skip
+    if words == ["trainer=cpu"]:
+        slurm["SLURM_STEP_NUM_TASKS"] = "1"
+        slurm["SLURM_STEP_NUM_NODES"] = "1"
+    find_ranks(config_of("trainer=ddp", *words), slurm)
+    assert ("stay idle: slurm started 2 ranks" in caplog.text) == bool(idle)
+    assert idle in caplog.text
+
+
+@pytest.mark.parametrize(
     ("fields", "words", "wanted"),
     [
         ({"per_device_batch_size": 32}, [], Batch(64, 32, 1)),
