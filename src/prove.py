@@ -53,6 +53,7 @@ from lockstep.runs.step_trace import (
 log = logging.getLogger(__name__)
 
 STEPS = 24
+MORE_WORKERS = 2
 TOLERANCE = 1e-9
 
 
@@ -69,7 +70,8 @@ def check_repeat(proof: Proof) -> CheckResult:
 
 
 def check_resume_step(proof: Proof) -> CheckResult:
-    step = len(proof.reference.steps) * 3 // 4
+    steps = list(proof.reference.steps)
+    step = steps[max(len(steps) * 3 // 4 - 1, 0)]
     return check_resume(proof, "resume_step", "stops_at", (EXIT_INTERRUPTED,), step)
 
 
@@ -137,15 +139,19 @@ def compare_parts(proof: Proof, check: str, run: StepTrace) -> CheckResult:
 
 
 def check_workers(proof: Proof) -> CheckResult:
-    changes: dict[str, Any] = {f"+{DIGEST_KEY}.more_workers": 2}
+    reference = proof.reference
+    changes: dict[str, Any] = {f"+{DIGEST_KEY}.more_workers": MORE_WORKERS}
     if proof.is_lockstep:
-        changes = {"data.num_workers": 2}
+        num_workers = proof.config["data"].get("num_workers")
+        of_user = num_workers if isinstance(num_workers, int) else 0
+        changes = {"data.num_workers": of_user + MORE_WORKERS}
         if "path" in proof.config["data"]:
             changes["data.path"] = "loader"
     run = proof.trace_run("workers", changes)
     if "workers" in proof.failures:
         return CheckResult("workers", False, None, "the run fails", proof.failures["workers"])
-    reference = proof.reference
+    if not proof.is_lockstep and run.setup.num_workers == reference.setup.num_workers:
+        return skip_check("workers", "the loader is no DataLoader, and has no workers to add")
     difference = find_first_difference(run, reference, 0.0, compares_metrics=False)
     if difference is None:
         return CheckResult("workers", True)
@@ -211,6 +217,9 @@ def why_no_metric(proof: Proof, monitor: str) -> str:
         return f"task.monitor={monitor} is no metric of a validation"
     if not proof.is_lockstep and proof.why_not_in_parts():
         return proof.why_not_in_parts()
+    smallest = proof.reference.setup.smallest_validation_batch
+    if not proof.is_lockstep and 0 < smallest < RANKS:
+        return f"a validation batch of {smallest} image cannot be cut in two"
     return why_not_two_ranks(proof)
 
 

@@ -4,9 +4,11 @@ Each defect is a module of a user's own; the line that the dry run has to name e
 """
 
 import functools
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,6 +94,24 @@ def report(*words: str, folder: Path, capability: str = "8.0") -> Iterator[tuple
     cfg = compose("train", list(words))
     (folder / "dry").mkdir()
     return rehearse.rehearse_training(plain(cfg), list(words), capability, folder / "dry", forked)
+
+
+def test_a_fault_beside_an_allowed_unused_parameter_is_named(tmp_path):
+    """The run is played: its validation failed, and its net has a head that it does not use."""
+
+    def run(words, variables, output):
+        frame = '  File "/x/own.py", line 7, in validation_step\n    raise ValueError("no")\n'
+        output.write_text(f"Traceback (most recent call last):\n{frame}ValueError: no\n")
+        (output.parent / "unused.json").write_text(json.dumps({"aux.weight": "own.py:3"}))
+        return 1
+
+    words = [*SMALL, *TWO, "+trainer.strategy.find_unused_parameters=true"]
+    config = plain(compose("train", words))
+    driver = SimpleNamespace(environment=lambda *_, **options: {})
+    rehearsal = rehearse.Rehearsal(config, words, "8.0", run, driver, 2, 1)
+    unused, fault = rehearse._train_few_images(rehearsal, tmp_path / "few")
+    assert unused == rehearse.Line("", "no gradient for aux.weight: own.py:3")
+    assert fault.mark == "FAILED" and "/x/own.py:7 · rank 0 · ValueError: no" in fault.text
 
 
 @needs_null_gpus

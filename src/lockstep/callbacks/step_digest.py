@@ -79,6 +79,8 @@ class StepDigest(pl.Callback):
         self.random_before: Any = None
         self.has_drawn = False
         self.has_checked_gradients = False
+        self.validation_loaders_seen = 0
+        self.validation_sizes: list[int] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         disable_dropout(pl_module)
@@ -102,12 +104,21 @@ class StepDigest(pl.Callback):
         self, trainer: pl.Trainer, original: Callable[[Any], Any], loader: Any
     ) -> Any:
         if self.replay:
-            stage = "train" if trainer.training else "val"
-            return Replay(self.replay / BATCHES, stage, trainer)
+            return Replay(self.replay / BATCHES, self._stage_of_loader(trainer), trainer)
         if trainer.training and self.more_workers and isinstance(loader, DataLoader):
             loader.num_workers += self.more_workers
             loader.prefetch_factor = loader.prefetch_factor or 2
         return original(loader)
+
+    def _stage_of_loader(self, trainer: pl.Trainer) -> str:
+        """Return train, or the name of the next validation loader: val0, val1 and so on."""
+        if trainer.training:
+            return "train"
+        folder = self.replay / BATCHES if self.replay else self.folder
+        num_loaders = len({path.name.split("-")[0] for path in folder.glob("val*.pt")})
+        number = self.validation_loaders_seen % max(num_loaders, 1)
+        self.validation_loaders_seen += 1
+        return f"val{number}"
 
     def _write_line(self, kind: str, **values: Any) -> None:
         with self.path.open("a") as file:
@@ -132,6 +143,8 @@ class StepDigest(pl.Callback):
             ),
             random_calls=random_calls(trainer, pl_module),
             batch_norms=norms,
+            num_workers=[getattr(each, "num_workers", 0) for each in loaders],
+            smallest_validation_batch=min(self.validation_sizes, default=0),
         )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -197,6 +210,7 @@ class StepDigest(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.sanity_checking or trainer.state.fn == "fit":
+            self.validation_sizes.append(count_samples(batch))
             self._save_batch(f"val{dataloader_idx}", trainer, batch, batch_idx)
 
     def _save_batch(self, stage: str, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
@@ -221,7 +235,7 @@ class Replay:
 
     Args:
         folder: the folder of the batches.
-        stage: train or val.
+        stage: train, or val0 for the first validation loader, val1 for the next.
     """
 
     def __init__(self, folder: Path, stage: str, trainer: pl.Trainer) -> None:
@@ -230,16 +244,23 @@ class Replay:
         self.rank = trainer.global_rank
         self.world_size = trainer.world_size
         self.micro_batches = trainer.accumulate_grad_batches if stage == "train" else 1
-        self.stage = stage if stage == "train" else "val0"
+        self.stage = stage
 
     def _path(self, batch: int) -> Path:
         return batch_path(self.folder, self.stage, self.trainer, batch)
 
     def __len__(self) -> int:
         number = 0
-        while self._path(number).exists():
+        while self._path(number).exists() and not self._is_too_small(number):
             number += 1
         return number * self.micro_batches
+
+    def _is_too_small(self, number: int) -> bool:
+        """Return whether a validation batch has not a sample for each rank."""
+        if self.stage == "train":
+            return False
+        batch = torch.load(self._path(number), weights_only=False)
+        return 0 < count_samples(batch) < self.world_size
 
     def __iter__(self) -> Iterator[Any]:
         num_parts = self.micro_batches * self.world_size

@@ -7,15 +7,27 @@ from pathlib import Path
 import lightning.pytorch as pl
 from torch import nn
 
+from lockstep.callbacks.training_log import TrainingLog
+
 LIBRARIES = ("torch", "lightning", "builtins")
 
 
 class UnusedParameters(pl.Callback):
-    """Write {name: file:line} of the parameters without a gradient into `path`."""
+    """Write {name: file:line} of the parameters without a gradient into `path`.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        checks_loss: end the run if the loss is nan or inf, as every run does.
+    """
+
+    def __init__(self, path: str, checks_loss: bool = True) -> None:
         self.path = Path(path)
+        self.checks_loss = checks_loss
         self.has_checked_gradients = False
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, TrainingLog):
+                callback.checks_loss = self.checks_loss
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.has_checked_gradients:

@@ -53,7 +53,7 @@ HINTS_FOR_ANY_CLASS = {
 
 def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     """Return the sentence for a key that nothing reads."""
-    options_with_key = _options_with(key, folders)
+    options_with_key = options_with(key, folders)
     if options_with_key:
         return f"There is no {key} here: {' or '.join(options_with_key[:4])} has it."
 
@@ -63,7 +63,7 @@ def unknown_key(key: str, options: Config, folders: tuple[Path, ...]) -> str:
     keys_of_trainer = [f"trainer.{name}" for name in arguments]
     close_key = nearest_key(key, [*keys_of_run, *keys_of_trainer, *keys_of_group(group, folders)])
     if close_key:
-        other_options = [] if close_key in keys_of_run else _options_with(close_key, folders)
+        other_options = [] if close_key in keys_of_run else options_with(close_key, folders)
         where = f" ({' or '.join(other_options[:2])})" if other_options else ""
         sign = "=" if is_group(close_key, folders) else ""
         return f"There is no {key}: use {close_key}{sign}{where}."
@@ -134,7 +134,7 @@ def keys_of_group(group: str, folders: tuple[Path, ...]) -> list[str]:
     return names
 
 
-def _options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
+def options_with(key: str, folders: tuple[Path, ...]) -> list[str]:
     """Return the options that list `key`, as data=cifar10."""
     group = key.partition(".")[0]
     options = []

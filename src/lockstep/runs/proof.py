@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.compose import CONFIGS
 from lockstep.config.keys import is_placement
-from lockstep.config.overrides import SHORT_RUN_OVERRIDES, overrides_of_short_run, quote_value
+from lockstep.config.overrides import (
+    SHORT_RUN_OVERRIDES,
+    config_folders,
+    overrides_of_short_run,
+    quote_value,
+)
 from lockstep.config.schema import key_of
+from lockstep.config.suggestions import options_with
 from lockstep.process.errors import EXIT_FAILED, EXIT_OK, UserError
 from lockstep.records.config import Config
 from lockstep.runs.batch_size import is_lockstep_data
@@ -88,7 +95,10 @@ class Proof:
             "run_id": name,
             **changes,
         }
-        overrides = [text for text in self.overrides if _keeps_override(key_of(text), trainer)]
+        folders = config_folders(self.overrides, CONFIGS)
+        overrides = [
+            text for text in self.overrides if _keeps_override(key_of(text), trainer, folders)
+        ]
         return self.run_script("train", name, overrides_of_short_run(overrides, changes))
 
     @property
@@ -218,11 +228,19 @@ class Proof:
         return ""
 
 
-def _keeps_override(key: str, trainer: str) -> bool:
-    """Return whether a user's override also holds under the trainer of a proof's run."""
+def _keeps_override(key: str, trainer: str, folders: tuple[Path, ...]) -> bool:
+    """Return whether a user's override also holds under the trainer of a proof's run.
+
+    Args:
+        folders: the folders of configs, whose trainers may list a key that others lack.
+    """
     if key.startswith("trainer.strategy."):
         return trainer == "ddp_sim"
-    return not is_placement(key)
+    if is_placement(key):
+        return False
+    options = options_with(key, folders) if key.startswith("trainer.") else []
+    is_common = not options or "trainer=default" in options
+    return is_common or f"trainer={trainer.removesuffix('_sim')}" in options
 
 
 def read_test_metrics(folder: Path) -> dict[str, float]:

@@ -88,6 +88,8 @@ class TrainingSetup:
         generators: random generators that data sets hold.
         random_calls: lines of the user's code that draw random numbers.
         batch_norms: names of the layers that normalise a rank's share of the batch.
+        num_workers: the worker processes of each training loader.
+        smallest_validation_batch: the samples in it; 0 if none was counted.
     """
 
     loaders: int = 1
@@ -96,6 +98,8 @@ class TrainingSetup:
     generators: list[str] = field(default_factory=list)
     random_calls: list[str] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
+    num_workers: list[int] = field(default_factory=list)
+    smallest_validation_batch: int = 0
 
 
 @dataclass

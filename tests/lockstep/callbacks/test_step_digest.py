@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import broken_modules
 from lockstep.callbacks.step_digest import (
@@ -60,3 +61,29 @@ def test_a_fit_leaves_a_line_for_each_step(tmp_path, monkeypatch):
     assert steps[0]["learning_rates"] == [0.25]
     assert set(steps[0]["weights"]) == {"layer.weight", "layer.bias"}
     assert not steps[0]["draws"]
+
+
+class Seen(Small):
+    """It keeps which batches it was validated with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append((dataloader_idx, batch.tolist()))
+
+
+def test_each_validation_loader_replays_its_own_batches(tmp_path, monkeypatch):
+    for name in DROPOUTS:
+        monkeypatch.setattr(nn.functional, name, getattr(nn.functional, name))
+    first, second = Seen(), Seen()
+    loaders = [DataLoader(torch.ones(4, 2), 2), DataLoader(torch.zeros(3, 2), 2)]
+    options = {"val_loader": loaders, "logger": False, "num_sanity_val_steps": -1}
+    reference = str(tmp_path / "reference")
+    fit(first, StepDigest(reference, keeps_batches=True), **options)
+    fit(second, StepDigest(str(tmp_path / "again"), replay=reference), **options)
+    assert len(first.seen) == 8 and second.seen == first.seen
+    rows = (tmp_path / "reference/steps-rank0.jsonl").read_text().splitlines()
+    [setup] = [row for row in map(json.loads, rows) if row["kind"] == "facts"]
+    assert setup["smallest_validation_batch"] == 1 and setup["num_workers"] == [0]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.callbacks.training_log import TrainingLog, evaluation_metrics, refuse_small_eps
+from lockstep.callbacks.unused_parameters import UnusedParameters
 from lockstep.loggers.metrics_csv import MetricsCsv
 from lockstep.process.errors import Diverged, UserError
 from lockstep.training.task import Task
@@ -129,6 +130,10 @@ def test_a_missing_loss_is_allowed_and_nan_ends_training(
     assert row["step"] == "3" and "train/loss" not in row and row["lr"] == "0.1"
     with pytest.raises(Diverged, match="train/loss became nan by step 3"):
         logged(tmp_path, Nan(), batches=3)
+    # A dry run on simulated GPUs computes nothing, and goes on to its validation.
+    dry_run = UnusedParameters(str(tmp_path / "unused.json"), checks_loss=False)
+    (row,) = logged(tmp_path, Nan(), batches=3, more=[dry_run])
+    assert row["train/loss"] == "nan"
 
 
 def test_losses_before_a_checkpoint_in_mid_epoch_count_after_it(tmp_path):
