@@ -140,14 +140,22 @@ def write_weights(model: Any, out: Path) -> Any:
 
     A timm model gets timm's config; the config of any other net has its class and its arguments.
     """
-    backbone: Any = getattr(model.net, "backbone", None)
-    if hasattr(backbone, "pretrained_cfg"):
-        loaded = _write_timm_weights(model, backbone, out)
+    if _is_timm_model(model.net):
+        loaded = _write_timm_weights(model, model.net.backbone, out)
     else:
         loaded = _write_own_weights(model, out)
     # safetensors writes a file that only its owner can read.
     shutil.copymode(out / "config.json", out / "model.safetensors")
     return loaded
+
+
+def _is_timm_model(net: Any) -> bool:
+    """Return whether a net is a model of timm alone, and not one with a head of its own."""
+    from models.timm import TimmModel
+
+    if not isinstance(net, TimmModel) or type(net).forward is not TimmModel.forward:
+        return False
+    return len(net.state_dict()) == len(net.backbone.state_dict())
 
 
 def _write_timm_weights(model: Any, backbone: Any, out: Path) -> Any:
@@ -415,6 +423,8 @@ def export(options: dict[str, str], overrides: list[str]) -> int:
             folder_path=out,
             commit_message=f"Export {out.name}",
             allow_patterns=list(EXPORT_FILES),
+            # A format that is not exported this time would be of an earlier net.
+            delete_patterns=list(EXPORT_FILES),
         )
         log.info(f"uploaded to {repository}")
     return EXIT_OK

@@ -99,6 +99,11 @@ def predict(options: dict[str, str], overrides: list[str]) -> int:
     check_positive("batch", options["batch"] or "1")
     files = {} if is_table(options) else find_image_files(options["images"])
     refuse_existing_output(options)
+    if options["images"] and Path(options["out"]).suffix in (".png", ".pt"):
+        raise UserError(
+            f"out={options['out']}: with images= it is a table, and its pictures lie beside it. "
+            "Give a name that ends with .csv."
+        )
 
     config = prediction_config(overrides)
     cluster = find_ranks(config)

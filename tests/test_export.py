@@ -19,6 +19,7 @@ from models.timm import TimmModel
 from runs import succeed
 from tasks.classifier import ImageClassifier
 from tasks.regression import Regression
+from template_task import BackboneAndHead
 
 HAS_ONNX = all(find_spec(name) for name in export.PACKAGES_OF_FORMAT["onnx"])
 SMALL_NET = [
@@ -75,6 +76,8 @@ def test_the_export_alone_goes_to_the_hub(vit, tmp_path, monkeypatch, capsys):
         def upload_folder(self, repo_id, folder_path, **options):
             names = [path.name for path in folder_path.iterdir()]
             uploaded = filter_repo_objects(names, allow_patterns=options.get("allow_patterns"))
+            # A format of an earlier net goes.
+            assert "model.onnx" in options["delete_patterns"]
             calls.append((repo_id, sorted(uploaded)))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
@@ -180,6 +183,24 @@ def test_a_net_of_our_own_is_built_from_its_card(tmp_path, monkeypatch):
             torch.testing.assert_close(
                 found["net"](images), model.net(images), rtol=1e-4, atol=1e-5
             )
+
+
+def test_a_head_behind_a_timm_model_is_exported_with_it(tmp_path):
+    facts = {"class_names": ["a", "b", "c"], "num_classes": 3, "image_size": 32, "channels": 3, "mean": [0.5] * 3,
+             "std": [0.2] * 3, "resize": 32, "fit": "crop", "interpolation": "bicubic"}  # fmt: skip
+    config = {
+        "model": {"_target_": "template_task.BackboneAndHead"},
+        "data": {"name": "d"},
+        "task": {},
+    }
+    module = ImageClassifier(BackboneAndHead(3).eval(), num_classes=3)
+    model = FinishedModel(module, config, facts, tmp_path / "best.ckpt", RunRecord())
+    assert export.largest_difference(model, export.write_weights(model, tmp_path), "cpu") < 1e-5
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architecture"] == "BackboneAndHead" and written["num_classes"] == 3
+    assert written["model"] == {
+        "_target_": "template_task.BackboneAndHead", "num_classes": 3, "channels": 3,
+    }  # fmt: skip
 
 
 def test_timm_loads_the_exported_folder(exported, vit):

@@ -72,6 +72,7 @@ def test_as_many_test_images_are_right_as_in_the_run(trained, tmp_path, capsys):
         ({"colour": "red"}, "'colour=red' is not understood; it takes ckpt_path=, images="),
         ({"images": "{root}/broken"}, "cannot be decoded"),
         ({"ckpt_path": ""}, "ckpt_path= is missing"),
+        ({"out": "result.png"}, "out=result.png: with images= it is a table"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys, change, said):
@@ -85,7 +86,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained, tmp_path, capsys,
         "log_dir": str(done.logs),
         **change,
     }
-    words["out"] = str(tmp_path / "p.csv")
+    words.setdefault("out", str(tmp_path / "p.csv"))
     assert main([f"{key}={value.format(root=root)}" for key, value in words.items()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1

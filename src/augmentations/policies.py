@@ -29,7 +29,8 @@ class ResizedCrop(Augmentation):
 
     def __init__(self, *, scale: Sequence[float] | None = (0.08, 1.0), **options: Any) -> None:
         super().__init__(**options)
-        is_valid = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
+        is_pair = isinstance(scale, list | tuple) and len(scale) == 2
+        is_valid = scale is None or (is_pair and 0 < scale[0] <= scale[1] <= 1)
         check_option("scale", scale, is_valid, "two numbers above 0, ascending, to 1")
         self.scale = scale
 

@@ -37,10 +37,8 @@ def weights_of_classes(
     return torch.tensor(class_weights, dtype=torch.float64)
 
 
-def _is_one_positive_number_per_class(
-    class_weights: str | Sequence[float], num_classes: int
-) -> bool:
-    if isinstance(class_weights, str) or len(class_weights) != num_classes:
+def _is_one_positive_number_per_class(class_weights: object, num_classes: int) -> bool:
+    if not isinstance(class_weights, list | tuple) or len(class_weights) != num_classes:
         return False
     return all(isinstance(weight, int | float) and weight > 0 for weight in class_weights)
 
@@ -114,4 +112,5 @@ class CrossEntropy(nn.Module):
         return -(shares * logits.log_softmax(1)).sum(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return logits.softmax(1)
+        # In bfloat16 all probabilities near 1 would be 1.
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(1)

@@ -6,6 +6,7 @@ python src/train.py loss=focal loss.gamma=2
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.process.errors import UserError
@@ -34,5 +35,7 @@ class Focal(CrossEntropy):
 
     def of_each(self, logits: Tensor, shares: Tensor) -> Tensor:
         log_probabilities = logits.log_softmax(1)
-        factor = (1 - log_probabilities.exp()) ** self.gamma
+        # A probability of 1 would give a gradient of nan if gamma is below 1.
+        eps = torch.finfo(log_probabilities.dtype).eps
+        factor = (-torch.expm1(log_probabilities)).clamp(min=eps) ** self.gamma
         return -(shares * factor * log_probabilities).sum(1)

@@ -14,6 +14,16 @@ from lockstep.process.errors import UserError
 LOOKAHEAD = "lookahead_"
 
 
+# timm reads these from a module alone, and here it gets parameters.
+OF_MODULES = {
+    "fallback_list": "optimizer.opt=muon gives vectors to AdamW by itself",
+    "fallback_no_weight_decay": "optimizer.decay_norms=false",
+    "filter_bias_and_bn": "optimizer.decay_norms=false",
+    "param_group_fn": "optimizer.layer_decay and optimizer.head_lr_factor",
+    "weight_decay_exclude_1d": "optimizer.decay_norms=false",
+}
+
+
 def timm_optimizer(
     parameters: Any,
     opt: str | None = None,
@@ -46,6 +56,7 @@ def timm_optimizer(
             f"optimizer.opt={opt}: timm's Lookahead lacks the hooks of torch's optimizers, which a "
             f"resume here needs. Pass optimizer.opt={name}."
         )
+    _refuse_unread_options(name, options)
     if get_optimizer_info(name).second_order:
         raise UserError(
             f"optimizer.opt={opt} needs second derivatives, which a training step here does not "
@@ -59,3 +70,19 @@ def timm_optimizer(
         raise UserError(
             f"timm's {opt} cannot be built from the optimizer's options ({error})."
         ) from error
+
+
+def _refuse_unread_options(name: str, options: dict[str, Any]) -> None:
+    """Refuse the options that timm drops without a word."""
+    from timm.optim import get_optimizer_info
+
+    info = get_optimizer_info(name)
+    is_read = {"momentum": info.has_momentum, "eps": info.has_eps, "betas": info.has_betas}
+    for option in options:
+        if option in OF_MODULES:
+            raise UserError(f"optimizer.{option} does nothing here: use {OF_MODULES[option]}.")
+        if not is_read.get(option, True):
+            raise UserError(
+                f"optimizer.{option}: {name} of timm does not take it. Leave it out, as "
+                f"optimizer=timm optimizer.opt={name}."
+            )

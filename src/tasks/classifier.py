@@ -315,4 +315,6 @@ def _warn_of_batch_means(name: str) -> None:
 
 def probabilities_of(loss: object, logits: Tensor) -> Tensor:
     """Return the probabilities (B, classes) of logits (B, classes), as the loss defines them."""
-    return loss.probabilities(logits) if hasattr(loss, "probabilities") else logits.softmax(1)
+    if hasattr(loss, "probabilities"):
+        return loss.probabilities(logits)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(1)

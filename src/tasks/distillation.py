@@ -5,6 +5,7 @@ Source: arXiv 1503.02531.
 python src/train.py task=distillation task.teacher=<run_id>    (or a checkpoint, or a name of timm)
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from lockstep.data.listing import warn_of_class_order
 from lockstep.process.errors import UserError
 from tasks.classifier import ImageClassifier
+
+log = logging.getLogger(__name__)
 
 
 class Distillation(ImageClassifier):
@@ -86,6 +89,13 @@ class Distillation(ImageClassifier):
                     f"task.teacher={self.teacher_source} has other {noun} than the data: "
                     f"{teacher_value}, not {data_value}."
                 )
+
+        sizes = (facts.get("image_size"), getattr(data, "image_size", None))
+        if None not in sizes and sizes[0] != sizes[1]:
+            log.warning(
+                f"task.teacher={self.teacher_source} was trained at {sizes[0]} pixels, and gets "
+                f"images of {sizes[1]} here: its targets may be poor."
+            )
 
         reading = getattr(getattr(data, "source", None), "reading", None)
         if reading is None or "range" not in facts:

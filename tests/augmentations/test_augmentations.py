@@ -139,6 +139,8 @@ def test_the_yaml_states_every_option_with_its_default(name):
             "crop_flip color_jitter=[1,1,1,1,1]",
             r"color_jitter=\[1, 1, 1, 1, 1\] .*takes from 1 to 5 positional",
         ),
+        ("crop_flip color_jitter=0.4", "color_jitter=0.4 must be up to four numbers, as "),
+        ("resized_crop scale=0.5", "augmentation.scale=0.5 must be two numbers"),
         ("crop_flip color_jitter=[0,0,0,0.6]", "hue values should be between"),
     ],
 )

@@ -3,12 +3,25 @@ scheduler by config.
 """
 
 import lightning.pytorch as pl
+import timm
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
+
+
+class BackboneAndHead(nn.Module):
+    """Features of timm with a head of its own, as many projects have it."""
+
+    def __init__(self, num_classes: int, channels: int = 3) -> None:
+        super().__init__()
+        self.backbone = timm.create_model("resnet10t", num_classes=0, in_chans=channels)
+        self.head = nn.Linear(self.backbone.num_features, num_classes)
+
+    def forward(self, images):
+        return self.head(self.backbone(images))
 
 
 class DenseNet(nn.Module):

@@ -140,6 +140,7 @@ def test_a_loss_of_another_library_replaces_the_options():
             "balanced: give auto, or one positive number for each of 3",
         ),
         (CrossEntropy, {"class_weights": [1, 2, 0]}, "loss.class_weights"),
+        (CrossEntropy, {"class_weights": True}, "loss.class_weights=True: give auto"),
         (CrossEntropy, {"label_smoothing": 1.5}, "loss.label_smoothing=1.5"),
         (Focal, {"gamma": -1}, "loss.gamma=-1"),
         (BinaryCrossEntropy, {"target_threshold": 1.0}, "loss.target_threshold=1.0"),
@@ -148,6 +149,20 @@ def test_a_loss_of_another_library_replaces_the_options():
 def test_bad_options_are_refused(cls, options, says):
     with pytest.raises(UserError, match=says):
         cls(3, COUNTS, **options)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_a_certain_image_has_a_gradient_under_focal_loss(gamma):
+    logits = torch.tensor([[40.0, 0.0]], requires_grad=True)
+    Focal(2, [1, 1], gamma=gamma)(logits, torch.tensor([0])).mean().backward()
+    assert torch.isfinite(logits.grad).all() and logits.grad.abs().max() < 1e-3
+
+
+def test_a_softmax_of_16_bits_tells_near_certain_images_apart():
+    logits = torch.tensor([[6.5, 0.0], [7.5, 0.0]], dtype=torch.bfloat16)
+    for loss in (CrossEntropy(2, [1, 1]), torch.nn.CrossEntropyLoss()):
+        first, second = probabilities_of(loss, logits)[:, 0]
+        assert first == pytest.approx(0.9985, abs=1e-4) and first < second < 1
 
 
 def test_probabilities_of_16_bits_keep_their_order():

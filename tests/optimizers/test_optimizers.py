@@ -58,6 +58,10 @@ def test_it_is_the_optimizer_that_was_named():
         ({"opt": "lookahead_adamw"}, "Lookahead lacks the hooks .* Pass optimizer.opt=adamw"),
         ({}, "optimizer.opt=None: timm has no optimizer"),
         ({"opt": "adahessian"}, "needs second derivatives"),
+        ({"opt": "lamb", "momentum": 0.5}, "optimizer.momentum: lamb of timm does not take it"),
+        ({"opt": "lion", "eps": 1e-3}, "optimizer.eps: lion of timm does not take it"),
+        ({"opt": "sgd", "betas": (0.9, 0.9)}, "optimizer.betas: sgd of timm does not"),
+        ({"opt": "muon", "fallback_list": ["head"]}, "optimizer.fallback_list does nothing here"),
         ({"opt": "lamb", "nonsense": 1}, "timm's lamb cannot be built.*nonsense"),
     ],
 )

@@ -291,6 +291,14 @@ def test_a_teacher_sees_images_in_its_own_normalisation(
             student._check_teacher({**facts, **other}, data)
 
 
+def test_a_teacher_of_another_image_size_is_named(caplog):
+    student = Distillation(torch.nn.Flatten(), num_classes=2, channels=1, teacher="t", log_dir="")
+    student._check_teacher({"image_size": 224}, SimpleNamespace(image_size=224))
+    assert caplog.text == ""
+    student._check_teacher({"image_size": 224}, SimpleNamespace(image_size=32))
+    assert "task.teacher=t was trained at 224 pixels, and gets images of 32" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("limits", "said"), [(None, r"give data.range=\[0, 9\]"), ((0.0, 9.0), "")]
 )

@@ -165,6 +165,9 @@ class Augmentation:
             "mixup_alpha", f"{mixup_alpha} and cutmix_alpha={cutmix_alpha}", is_valid, "from 0"
         )
 
+        is_valid = color_jitter is None or isinstance(color_jitter, list | tuple)
+        check_option("color_jitter", color_jitter, is_valid, "up to four numbers, as [0.4,0.4,0.4]")
+
         self.flip = flip
         self.color_jitter = list(color_jitter or ())
         self.erasing_prob = erasing_prob

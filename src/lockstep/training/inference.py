@@ -4,7 +4,7 @@ It serves predict.py, export.py and notebooks.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,10 @@ class FinishedModel:
 
     @property
     def reading(self) -> Reading:
-        """Return how files become pixels."""
-        return Reading.from_facts(self.facts)
+        """Return how files become pixels; images may be as large as in training."""
+        limit = self.config["data"].get("max_megapixels")
+        is_number = isinstance(limit, int | float) and limit > 0
+        return replace(Reading.from_facts(self.facts), max_megapixels=limit if is_number else None)
 
     def check_prediction(self) -> None:
         """Refuse a task that does not say what it predicts.
