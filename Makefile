@@ -66,10 +66,12 @@ install-dev: $(VENV)/.installed-dev  ## the same with what tests and checks need
 INSTALLED := $(shell cat $(VENV)/.device 2>/dev/null)# the build of PyTorch that is there
 DEVICE ?= $(INSTALLED)
 
+FIND_PYTHON := python=$$(for p in python3.12 python3.11 python3.13 python3.14 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && { command -v $$p; break; }; done); \
+  [ -n "$$python" ] || { echo "Lockstep needs Python 3.11 to 3.14, and there is none on the PATH."; exit 1; }
+
 $(VENV)/bin/python:
-	@python=$$(for p in python3.12 python3.11 python3.13 python3.14 python3; do \
-	  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && { command -v $$p; break; }; done); \
-	[ -n "$$python" ] || { echo "Lockstep needs Python 3.11 to 3.14, and there is none on the PATH."; exit 1; }; \
+	@$(FIND_PYTHON); \
 	"$$python" -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$$python has no venv: install it first, e.g. apt-get install python3-venv"; exit 1; }; \
 	"$$python" -m venv $(VENV)
@@ -150,7 +152,7 @@ logbook: install  ## write the pages of the runs in logbook/ anew
 	$(PY) src/logbook.py build
 
 new:  ## make a project of your own: make new NAME=birds DIR=../birds
-	@python3 launch/project.py new "$(NAME)" "$(DIR)"
+	@$(FIND_PYTHON); "$$python" launch/project.py new "$(NAME)" "$(DIR)"
 
 wheel: install  ## build and check wheel and sdist, into dist/
 	rm -rf dist
@@ -158,7 +160,7 @@ wheel: install  ## build and check wheel and sdist, into dist/
 	@$(PY) launch/check_wheel.py dist
 
 release: wheel  ## name what the changelog calls unreleased, commit, tag and build it: make release VERSION=1.0.0
-	@python3 launch/release.py "$(VERSION)"
+	@$(PY) launch/release.py "$(VERSION)"
 	@$(MAKE) wheel
 
 clean:  ## remove caches; runs and .venv stay

@@ -55,6 +55,7 @@ PIN_OF_TEST_PACKAGE = re.compile(rf"(?m)^({'|'.join(TEST_PACKAGES)})==.*\\\n( +-
 KEPT_LOGS = "logs/.gitkeep"
 # The pattern omits the requirements of extras, which have a semicolon.
 REQUIRED = re.compile(r"(?m)^Requires-Dist: ([^;\n]+)$")
+LOGIN_IN_URL = re.compile(r"(?i)^(https?://)[^/@]*@")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
 # Our distribution was called lockstep up to 2.0.0.
 DISTRIBUTION = "lockstep-vision"
@@ -271,7 +272,8 @@ def origin_of(source: Path) -> str:
         return ""
     command = ["git", "remote", "get-url", "origin"]
     answer = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    return answer.stdout.strip() or str(source)
+    # A login in the address would be committed. git asks its credential helper for it.
+    return LOGIN_IN_URL.sub(r"\1", answer.stdout.strip()) or str(source)
 
 
 def upgrade(version: str, source: str) -> None:
@@ -301,12 +303,14 @@ def upgrade(version: str, source: str) -> None:
         print(changes_between((release / "CHANGELOG.md").read_text(), before, version))
     try:
         run("make", "lock", cwd=ROOT)
-    except Refused:
-        print(
-            "No package index answers, so the other requirements stay as they are: run make lock "
-            "later."
-        )
-    run("make", "install", cwd=ROOT)
+    except Refused as refusal:
+        print(f"The other requirements stay as they are: {refusal}\nRun make lock later.")
+    try:
+        run("make", "install", cwd=ROOT)
+    except Refused as refusal:
+        raise Refused(
+            f"{refusal}\ngit restore pyproject.toml requirements.txt vendor brings back {before}."
+        ) from None
     check_project()
     print(f"lockstep {before} → {version}. Commit them after make test.")
 

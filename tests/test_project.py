@@ -216,7 +216,9 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
         git("tag", f"v{release}", cwd=template)
     stub = tmp_path / "bin"  # in place of `make install`, which would fetch every package
     stub.mkdir()
-    (stub / "make").write_text("#!/bin/sh\n")
+    (stub / "make").write_text(
+        '#!/bin/sh\n[ "$1" != lock ] || { echo "No solution found" >&2; exit 1; }\n'
+    )
     (stub / "make").chmod(0o755)
     (project / ".venv/bin").mkdir(parents=True)
     (project / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -228,6 +230,7 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
         assert (
             f"words of {new}" in said and f"words of {old}" not in said and f"{old} → {new}" in said
         )
+        assert "requirements stay as they are: make lock failed: No solution found" in said
         git("add", "-A", cwd=project)
         changed = git("diff", "--cached", "--name-only", "--no-renames", cwd=project).splitlines()
         wheels = [f"vendor/lockstep_vision-{each}-py3-none-any.whl" for each in (old, new)]
@@ -237,6 +240,27 @@ def test_an_upgrade_replaces_the_wheel_and_its_pins_alone(project, tmp_path):
     assert "already uses lockstep 9.2.0" in run(
         *upgrade, "9.2.0", "--from", template, cwd=project, **own
     )
+
+
+def test_requirements_are_resolved_before_any_is_installed(project):
+    """A new release may need a newer package than the one that is pinned."""
+    commands = run("make", "-n", "lock", cwd=project)
+    assert "pip compile" in commands and "install.sh" not in commands
+
+
+@pytest.mark.parametrize(
+    ("address", "kept"),
+    [("https://me:ghp_secret@host.org/x.git", "https://host.org/x.git"),
+     ("https://host.org/x.git", "https://host.org/x.git"),
+     ("ssh://git@host.org/x.git", "ssh://git@host.org/x.git"),
+     ("git@host.org:x.git", "git@host.org:x.git")],
+)  # fmt: skip
+def test_a_project_keeps_no_login_of_its_origin(address, kept, tmp_path):
+    git("init", "-q", tmp_path, cwd=ROOT)
+    git("remote", "add", "origin", address, cwd=tmp_path)
+    code = "import project, pathlib, sys; print(project.origin_of(pathlib.Path(sys.argv[1])))"
+    launch = {"PYTHONPATH": str(ROOT / "launch")}
+    assert run(sys.executable, "-c", code, tmp_path, cwd=ROOT, **launch).strip() == kept
 
 
 def test_an_upgrade_renames_the_package_of_version_2(project):
