@@ -8,7 +8,7 @@
                     --html FILE|s3://…       write interactive curves, linked from the runs' pages
     python src/logbook.py table [KEY …]      runs of logs/ and of the logbook, with any field,
                     --sort KEY, --csv        metric, option or group as a column
-    python src/logbook.py build              write all pages of the logbook again
+    python src/logbook.py build              write the pages of runs and sweeps again
 
 RUN is a run id, a part of one that only one run has, or a run folder. `keep` also takes
 s3://bucket/prefix/<run_id>, of a run whose machine is gone. Every run has a page of its own,
@@ -242,7 +242,7 @@ def table(options: argparse.Namespace) -> None:
     in_logs = _folders_by_id(options.logs)
     # A run that is in both is the one in logs/, which may have gone on.
     folders = _folders_by_id(options.logbook) | in_logs
-    runs = [read_run(folder) for folder in folders.values()]
+    runs = [_read_run(folder) for folder in folders.values()]
     for name in filter(None, [*options.columns, options.sort]):
         if all(run.value(name) is None for run in runs):
             raise UserError(

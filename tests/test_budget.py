@@ -46,7 +46,7 @@ def reached_from(script: str) -> set[Path]:
 
 # What is measured, and at most.
 LIMITS = {
-    "syntax nodes of src/": (lambda: source().nodes, 167_000),
+    "syntax nodes of src/": (lambda: source().nodes, 168_000),
     "nodes a line of code": (lambda: round(source().nodes_a_line, 2), 6.3),
     "branches of one function": (lambda: source().most_branches, 10),
     "lines over 100 columns": (lambda: source().wide, 0),

@@ -34,6 +34,7 @@ SIGNS = {
 }
 # Columns of metrics.csv that no task has logged.
 NO_METRIC = re.compile("(epoch|time_s|lr|images_per_s)$|hardware/|lr-")
+RUN_IN_LOGS = re.compile(r"logs/[^/]+/[^/]+/[^/]+")
 # An error lists at most this many runs.
 SHOWN_RUNS = 5
 # Steps and values of a metric.
@@ -134,7 +135,10 @@ class RecordedRun:
 
     @property
     def linked_folders(self) -> list[str]:
-        """The top folders of the repository that hold the run's data and weights."""
+        """The folders of the repository that hold the run's data and weights.
+
+        These are top folders, but a run of logs/, as git has logs/ itself in every worktree.
+        """
         paths = (
             self.config.get("data.root"),
             self.config.get("model.weights"),
@@ -144,7 +148,12 @@ class RecordedRun:
         elsewhere = re.compile(r"/|~|\.\.?(/|$)|[a-z0-9]+:")
         texts = [str(path).removeprefix(f"{REPOSITORY}/") for path in paths if path]
         folders = [os.path.normpath(text) for text in texts]
-        return sorted({path.split("/")[0] for path in folders if not elsewhere.match(path)})
+        linked = set()
+        for path in folders:
+            if not elsewhere.match(path):
+                in_logs = RUN_IN_LOGS.match(path)
+                linked.add(in_logs[0] if in_logs else path.split("/")[0])
+        return sorted(linked)
 
     @property
     def best_value(self) -> Any:
