@@ -104,17 +104,21 @@ class StepDigest(pl.Callback):
         self, trainer: pl.Trainer, original: Callable[[Any], Any], loader: Any
     ) -> Any:
         if self.replay:
-            return Replay(self.replay / BATCHES, self._stage_of_loader(trainer), trainer)
+            folder = self.replay / BATCHES
+            return Replay(folder, self._stage_of_loader(trainer, folder), trainer)
         if trainer.training and self.more_workers and isinstance(loader, DataLoader):
             loader.num_workers += self.more_workers
             loader.prefetch_factor = loader.prefetch_factor or 2
         return original(loader)
 
-    def _stage_of_loader(self, trainer: pl.Trainer) -> str:
-        """Return train, or the name of the next validation loader: val0, val1 and so on."""
+    def _stage_of_loader(self, trainer: pl.Trainer, folder: Path) -> str:
+        """Return train, or the name of the next validation loader: val0, val1 and so on.
+
+        Args:
+            folder: the recorded batches of all loaders.
+        """
         if trainer.training:
             return "train"
-        folder = self.replay / BATCHES if self.replay else self.folder
         num_loaders = len({path.name.split("-")[0] for path in folder.glob("val*.pt")})
         number = self.validation_loaders_seen % max(num_loaders, 1)
         self.validation_loaders_seen += 1

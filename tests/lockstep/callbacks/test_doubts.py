@@ -186,7 +186,7 @@ class UncountedSteps(Small):
         optimizer.step()
 
 
-def test_a_training_without_counted_steps_says_that_no_resume_continues_it(warnings_of):
+def test_a_training_without_counted_steps_cannot_be_resumed(warnings_of):
     [warning] = warnings_of(UncountedSteps())
     assert "No optimizer step was counted in the first epoch" in warning
 

@@ -64,7 +64,7 @@ def test_the_training_loss_of_epochs_counts_over_a_resume(stop, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_stop_in_the_validation_of_an_epoch_keeps_its_mean(tmp_path):
+def test_a_stop_in_a_validation_keeps_the_mean(tmp_path):
     interruption = Interruption()
 
     class Stopped(Losses):

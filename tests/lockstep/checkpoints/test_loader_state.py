@@ -488,7 +488,7 @@ def test_scheduled_accumulation_goes_on_within_an_epoch(tmp_path):
     assert_equal(resumed, whole, 2 * BATCHES - 2)
 
 
-def test_a_stop_waits_for_the_end_of_a_validation_of_lightnings_average(tmp_path):
+def test_a_stop_waits_for_a_validation_of_lightnings_average(tmp_path):
     """Lightning has exchanged the weights and their average until then."""
     loader = LOADERS["shuffle"]
     whole = start(tmp_path / "whole", loader, EMAWeightAveraging(decay=0.9))
