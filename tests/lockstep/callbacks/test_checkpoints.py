@@ -1,6 +1,7 @@
 """The checkpoints that a run writes, and how they are written and read."""
 
 import enum
+import logging
 import math
 from collections import Counter
 from concurrent.futures import Future
@@ -60,6 +61,26 @@ def test_a_rank_with_several_gpus_keeps_their_generators(monkeypatch):
     states.update({2: 0, 3: 0})
     set_random_state(saved, devices=of_rank_one)
     assert states == {0: 5, 1: 6, 2: 7, 3: 8}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("interval", "is_said"), [("step", True), ("epoch", False)])
+def test_a_plateau_of_steps_is_not_exact_over_a_resume(interval, is_said, tmp_path, caplog):
+    class Plateau(Small):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            options = {"scheduler": schedule, "monitor": "loss", "interval": interval}
+            return {"optimizer": optimizer, "lr_scheduler": options}
+
+    caplog.set_level(logging.INFO, "lockstep")
+    fit(Plateau(), Checkpoints(tmp_path))
+    assert ("with interval=step may miss one value" in caplog.text) is is_said
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,20 @@ def test_the_epoch_bounds_the_search(words, num_nodes, per_device, monkeypatch):
     assert largest["per_device"] == per_device and largest["bounded_by"] == "data set"
 
 
+def test_a_run_that_the_kernel_kills_has_no_memory(monkeypatch):
+    words = [*SMALL, "trainer=cpu"]
+    config = {**plain(compose("train", words)), "overrides": words}
+    cluster = Cluster("none", 1, 1, 0, 0, "127.0.0.1", None)
+
+    def killed(overrides, variables, output):
+        output.write_text("")
+        return -signal.SIGKILL
+
+    monkeypatch.setattr(search, "run_train", killed)
+    record = search._train_two_steps(config, cluster, Batch(1, 1, 1), 8)
+    assert record == {"peak_memory_gib": None}
+
+
 def test_memory_bounds_a_batch_below_one_that_failed():
     probes = searched(lambda batch: batch / (20 if batch <= 64 else 10), limit=9.6, bound=100)
     assert probes.largest == 95 and probes.bounded_by == "memory", probes
